@@ -1,0 +1,67 @@
+"""The forward: states pass between the chunks, then every chunk is one matrix product.
+
+Both directions of a chunk are one matrix, for whichever parameters and with or without the shift::
+
+    y = (sum over directions of (C Bᵀ) * weights * dt) x + sum over directions of enter * (C stateᵀ)
+"""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from polyscan.problem import SSDInputs, SSDOutputs, SSDProblem
+
+from .._shared.elementwise import skip_term
+from .states import Passed, pass_states, per_head
+from .tiles import Tiles
+
+
+def forward(problem: SSDProblem, inputs: SSDInputs) -> SSDOutputs:
+    tiles = Tiles(problem, inputs)
+    outputs = problem.allocate_outputs(inputs)
+    if problem.packing == "cu_seqlens":
+        for rows in (outputs.y, outputs.pre_gate):
+            if rows is not None:
+                rows.zero_()  # not every token need be in a sequence
+    passed = []
+    for direction in problem.directions:
+        initial = direction.parameters(inputs).initial_states
+        final = getattr(outputs, direction.final_states)
+        states = pass_states(tiles, direction, initial, wants_leaving=final is not None)
+        if final is not None and states.leaving is not None:
+            final.zero_() if initial is None else final.copy_(initial)
+            final[tiles.chunks.run_state] = states.leaving.to(final.dtype)
+        passed.append(states)
+
+    for block in tiles.blocks():
+        y = _scan(tiles, passed, block).transpose(1, 2)
+        if inputs.D is not None and problem.D is not None:
+            D = inputs.D.to(tiles.dtype)
+            if problem.D == "token":
+                D = tiles.read(D, block)
+            y = y + skip_term(D, tiles.read(inputs.x, block), problem.D)
+        if inputs.z is not None:
+            if outputs.pre_gate is not None:
+                tiles.chunks.put(outputs.pre_gate.flatten(0, 1), block, y)
+            y = y * F.silu(tiles.read(inputs.z, block))
+        tiles.chunks.put(outputs.y.flatten(0, 1), block, y)
+    return outputs
+
+
+def _scan(tiles: Tiles, passed: list[Passed], block: slice) -> Tensor:
+    """The sum of the directions: (chunks, nheads, size, headdim)."""
+    matrix: Tensor | None = None
+    from_states: list[Tensor] = []
+    for direction, (entering, _) in zip(tiles.problem.directions, passed, strict=True):
+        side = tiles.side(direction, block)
+        part = tiles.weights(direction, side, block)
+        part.unflatten(1, (tiles.problem.ngroups, -1)).mul_((side.C @ side.B.mT)[:, :, None])
+        part.mul_(side.dt[:, :, None, :])
+        matrix = part if matrix is None else matrix.add_(part)
+        if entering is not None:
+            C = per_head(side.C, side.decay.enter(tiles.dtype))
+            from_states.append(C @ entering[block].mT)
+    assert matrix is not None
+    y = matrix @ tiles.heads_first(tiles.inputs.x, block)
+    for part in from_states:
+        y += part
+    return y

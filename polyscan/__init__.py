@@ -1,0 +1,35 @@
+"""Fused bidirectional state-space scans: Mamba-2's SSD in both directions, Hydra's shift included.
+
+:func:`bidi_ssd` is the operation, :func:`ssd` one direction of it. :func:`explain` tells which
+backend a call would take and why, :func:`available_backends` what is installed.
+"""
+
+from importlib.metadata import version
+
+from .api import bidi_ssd, explain, ssd
+from .dispatch import BackendInfo, Explanation, available_backends, use_backend
+from .errors import (
+    BackendError,
+    BackendUnavailable,
+    PolyscanError,
+    SecondDerivativeError,
+    UnsupportedProblem,
+)
+
+__version__ = version("polyscan")
+
+__all__ = [
+    "BackendError",
+    "BackendInfo",
+    "BackendUnavailable",
+    "Explanation",
+    "PolyscanError",
+    "SecondDerivativeError",
+    "UnsupportedProblem",
+    "__version__",
+    "available_backends",
+    "bidi_ssd",
+    "explain",
+    "ssd",
+    "use_backend",
+]

@@ -1,0 +1,31 @@
+"""The errors of polyscan's own; wrong arguments raise ValueError or TypeError."""
+
+from collections.abc import Mapping
+
+
+class PolyscanError(Exception):
+    """Base of every error below."""
+
+
+class BackendError(PolyscanError):
+    """No backend can do what was asked.
+
+    ``reasons`` maps each backend that was considered to why it was passed over.
+    """
+
+    def __init__(self, headline: str, reasons: Mapping[str, str]) -> None:
+        self.reasons = dict(reasons)
+        lines = [headline, *(f"  {name}: {reason}" for name, reason in self.reasons.items())]
+        super().__init__("\n".join(lines))
+
+
+class BackendUnavailable(BackendError, RuntimeError):
+    """The backend that was named cannot run on this machine at all."""
+
+
+class UnsupportedProblem(BackendError, ValueError):
+    """The backend that was named, or every backend, cannot do this problem."""
+
+
+class SecondDerivativeError(PolyscanError, RuntimeError):
+    """A gradient of polyscan was differentiated again."""
