@@ -22,16 +22,17 @@ from polyscan.problem import Direction, SSDInputs, SSDOutputs, SSDProblem
 from .._shared.elementwise import discretise_backward, skip_gradient, skip_term
 from .._shared.gradients import GradientSums
 from .states import pass_adjoints, pass_states, per_head
-from .tiles import Tiles
+from .tiles import OutputGradient, Tiles, add_product
 
 
 def backward(
     problem: SSDProblem, inputs: SSDInputs, pre_gate: Tensor | None, grads: SSDOutputs
 ) -> dict[str, Tensor]:
     tiles = Tiles(problem, inputs)
+    output_gradient = OutputGradient(tiles, pre_gate, grads.y)
     sums = GradientSums(inputs, tiles.dtype)
     scans = [
-        _DirectionBackward(tiles, direction, pre_gate, grads, sums)
+        _DirectionBackward(tiles, direction, output_gradient, grads, sums)
         for direction in problem.directions
     ]
     # Not every token need be in a sequence.
@@ -39,10 +40,10 @@ def backward(
     dx = allocate(inputs.x, memory_format=torch.contiguous_format)
     dz = None if inputs.z is None else allocate(inputs.z, memory_format=torch.contiguous_format)
     for block in tiles.blocks():
-        dy, dz_block = tiles.output_gradient(pre_gate, grads, block)
+        dy, dz_block = output_gradient.read(block)
         if dz is not None and dz_block is not None:
             tiles.chunks.put(dz.flatten(0, 1), block, dz_block)
-        dx_block = _scan_backward(tiles, scans, block, dy.transpose(1, 2).contiguous())
+        dx_block = _scan_backward(tiles, scans, block, tiles.heads_first("dy", dy))
         if inputs.D is not None and problem.D is not None:
             dx_block += _skip_backward(tiles, sums["D"], block, dy)
         tiles.chunks.put(dx.flatten(0, 1), block, dx_block)
@@ -56,16 +57,15 @@ def _scan_backward(
     tiles: Tiles, scans: list["_DirectionBackward"], block: slice, dy: Tensor
 ) -> Tensor:
     """Add to the sums what a block gives; returns its dx, (chunks, size, nheads, headdim)."""
-    x = tiles.heads_first(tiles.inputs.x, block)
-    dmatrix = dy @ x.mT
+    x = tiles.x(block)
+    dx = tiles.wide("dx", block, tiles.problem.headdim).zero_()
+    dmatrix = torch.matmul(dy, x.mT, out=tiles.square("dmatrix", block))
     matrix: Tensor | None = None
-    dx = torch.zeros_like(x)
     for scan in scans:
         part = scan.add(block, x, dy, dmatrix, dx)
         matrix = part if matrix is None else matrix.add_(part)
     assert matrix is not None
-    dx += matrix.mT @ dy
-    return dx.transpose(1, 2)
+    return add_product(dx, matrix.mT, dy).transpose(1, 2)
 
 
 def _skip_backward(tiles: Tiles, dD: Tensor, block: slice, dy: Tensor) -> Tensor:
@@ -73,9 +73,9 @@ def _skip_backward(tiles: Tiles, dD: Tensor, block: slice, dy: Tensor) -> Tensor
     kind = tiles.problem.D
     assert kind is not None and tiles.inputs.D is not None
     D = tiles.inputs.D.to(tiles.dtype)
-    gradient = skip_gradient(dy, tiles.read(tiles.inputs.x, block), kind)
+    gradient = skip_gradient(dy, tiles.read(tiles.rows["x"], block), kind)
     if kind == "token":
-        D = tiles.read(D, block)
+        D = tiles.read(tiles.rows["D"], block)
         tiles.chunks.put(dD.flatten(0, 1), block, gradient)
     else:
         dD += gradient
@@ -89,7 +89,7 @@ class _DirectionBackward:
         self,
         tiles: Tiles,
         direction: Direction,
-        pre_gate: Tensor | None,
+        output_gradient: OutputGradient,
         grads: SSDOutputs,
         sums: GradientSums,
     ) -> None:
@@ -98,50 +98,57 @@ class _DirectionBackward:
         self.sums = sums
         self.given = direction.parameters(tiles.inputs)
         initial = self.given.initial_states
+        dfinal = getattr(grads, direction.final_states)
         self.states, _ = pass_states(tiles, direction, initial, wants_leaving=False)
         self.adjoints, dinitial = pass_adjoints(
-            tiles, direction, pre_gate, grads, wants_leaving=initial is not None
+            tiles, direction, output_gradient, dfinal, wants_leaving=initial is not None
         )
         if dinitial is not None:
             total = sums[direction.initial_states]
-            dfinal = getattr(grads, direction.final_states)
             if dfinal is not None:
                 total.copy_(dfinal)  # of an empty sequence, it is the initial state's gradient
             total[tiles.chunks.run_state] = dinitial
         self.ddt = torch.zeros_like(tiles.step_sizes(direction), dtype=tiles.dtype)
-        self.sees = tiles.sees(direction).to(tiles.dtype)
-        self.beyond = tiles.beyond(direction).to(tiles.dtype)
+        size = tiles.chunks.size
+        square = tiles.inputs.x.new_ones(size, size, dtype=tiles.dtype)
+        # [j, k]: whether token k comes after column j along the direction, and so decays it.
+        self.beyond = square.tril(-1) if direction.reverse else square.triu(1)
+        # [i, k]: whether row i's source is at token k or after it.
+        self.seen = tiles.hide(direction, square)
 
     def add(self, block: slice, x: Tensor, dy: Tensor, dmatrix: Tensor, dx: Tensor) -> Tensor:
         """Add a block's gradients, to dx what comes through the states; returns the matrix M."""
         tiles, dtype = self.tiles, self.tiles.dtype
+        d_state = tiles.problem.d_state
         side = tiles.side(self.direction, block)
-        weights = tiles.weights(self.direction, side, block)
-        CB = (side.C @ side.B.mT)[:, :, None]
-        per_group = (side.B.shape[1], -1)
+        out = tiles.square("part" if self.direction.reverse else "matrix", block)
+        weights = tiles.weights(self.direction, side, block, out)
+        CB = side.C @ side.B.mT
 
-        dCB = dmatrix * weights
-        dM_M = (dCB.unflatten(1, per_group) * CB).flatten(1, 2)
-        ddt = dM_M.sum(-2)
-        dlog_decay = self._between(dM_M.mul_(side.dt[:, :, None, :]))
-        dCB = dCB.mul_(side.dt[:, :, None, :]).unflatten(1, per_group).sum(2)
+        dCB = torch.mul(dmatrix, weights, out=tiles.square("dCB", block))
+        pairs = self._times(dCB, CB, tiles.square("pairs", block))
+        ddt = pairs.sum(-2)
+        dlog_decay = self._between(pairs.mul_(side.dt[:, :, None, :]), block)
+        dCB = self._sum_heads(dCB.mul_(side.dt[:, :, None, :]))
         dC, dB = dCB @ side.B, dCB.mT @ side.C
 
         if self.states is not None:
             states = self.states[block]
-            through = (dy @ states) * side.decay.enter(dtype)[..., None]
-            dC += through.unflatten(1, per_group).sum(2)
-            rows = (through.unflatten(1, per_group) * side.C[:, :, None]).flatten(1, 2).sum(-1)
-            dlog_decay += rows @ self.sees
+            through = torch.matmul(dy, states, out=tiles.wide("through", block, d_state))
+            through.mul_(side.decay.enter(dtype)[..., None])
+            dC += self._sum_heads(through)
+            dlog_decay += self._times(through, side.C, through).sum(-1) @ self.seen
         if self.adjoints is not None:
             adjoints = self.adjoints[block]
             leave = side.decay.leave(dtype)
-            through = (x @ adjoints) * leave[..., None]
-            cols = (through.unflatten(1, per_group) * side.B[:, :, None]).flatten(1, 2).sum(-1)
+            through = torch.matmul(x, adjoints, out=tiles.wide("through", block, d_state))
+            through.mul_(leave[..., None])
+            keys = tiles.wide("keys", block, d_state)
+            cols = self._times(through, side.B, keys).sum(-1)
             ddt += cols
             dlog_decay += (cols * side.dt) @ self.beyond
-            dB += (through * side.dt[..., None]).unflatten(1, per_group).sum(2)
-            dx += per_head(side.B, leave * side.dt) @ adjoints.mT
+            dB += self._sum_heads(through.mul_(side.dt[..., None]))
+            add_product(dx, per_head(side.B, leave * side.dt, keys), adjoints.mT)
         if self.states is not None and self.adjoints is not None:
             crossing = (self.states[block] * self.adjoints[block]).sum((-2, -1))
             dlog_decay += crossing[..., None] * side.decay.across(dtype)
@@ -151,8 +158,7 @@ class _DirectionBackward:
         tiles.chunks.put(self.ddt.flatten(0, 1), block, ddt.transpose(1, 2))
         self._add(self.direction.B, block, dB)
         self._add(self.direction.C, block, dC, tiles.source_offset(self.direction))
-        weights.unflatten(1, per_group).mul_(CB)
-        return weights.mul_(side.dt[:, :, None, :])
+        return self._times(weights, CB, weights).mul_(side.dt[:, :, None, :])
 
     def finish(self) -> None:
         """Take the gradient of dt back through clamp, softplus and bias."""
@@ -164,9 +170,22 @@ class _DirectionBackward:
         if given.dt_bias is not None:
             self.sums[self.direction.dt_bias].add_(ddt.sum((0, 1)))
 
-    def _between(self, pairs: Tensor) -> Tensor:
+    def _between(self, pairs: Tensor, block: slice) -> Tensor:
         """For every k the sum of pairs[i, j] over the rows and columns that k lies between."""
-        return ((pairs @ self.beyond) * self.sees).sum(-2)
+        before = torch.matmul(pairs, self.beyond, out=self.tiles.square("between", block))
+        return before.mul_(self.seen).sum(-2)
+
+    def _times(self, per_head: Tensor, per_group: Tensor, out: Tensor) -> Tensor:
+        """(chunks, nheads, ...) times (chunks, ngroups, ...)."""
+        groups = (per_group.shape[1], -1)
+        torch.mul(
+            per_head.unflatten(1, groups), per_group[:, :, None], out=out.unflatten(1, groups)
+        )
+        return out
+
+    def _sum_heads(self, per_head: Tensor) -> Tensor:
+        """(chunks, nheads, ...) -> (chunks, ngroups, ...)."""
+        return torch.sum(per_head.unflatten(1, (self.tiles.problem.ngroups, -1)), 2)
 
     def _add(self, name: str, block: slice, values: Tensor, offset: int = 0) -> None:
         self.tiles.chunks.add(self.sums[name].flatten(0, 1), block, values.transpose(1, 2), offset)

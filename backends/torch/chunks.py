@@ -56,6 +56,11 @@ class Chunks:
         return self.tokens.shape[0]
 
     @property
+    def uniform(self) -> bool:
+        """Whether the runs are equally long and in order."""
+        return self.count == len(self.run_length) * max(self.run_length, default=0)
+
+    @property
     def linked(self) -> bool:
         """Whether a state passes from any chunk to another."""
         return bool(self.run_length) and self.run_length[0] > 1
@@ -66,18 +71,24 @@ class Chunks:
         for start in range(0, self.count, step):
             yield slice(start, min(start + step, self.count))
 
-    def steps(self, reverse: bool) -> Iterator[Tensor]:
+    def steps(self, reverse: bool) -> Iterator[tuple[int, Tensor | slice]]:
         """The chunks that states enter together: the first of every run, then the second, ...
 
-        Runs too short for a step drop out from the end of the order of the runs.
+        With each step the number of runs that have so many chunks: the first ones of all.
         """
+        longest = max(self.run_length, default=0)
+        if self.uniform:
+            for step in range(longest):
+                first = longest - 1 - step if reverse else step
+                yield len(self.run_length), slice(first, None, longest)
+            return
         lengths = torch.tensor(self.run_length, device=self.run_start.device)
         ends = self.run_start + lengths - 1
         active = len(self.run_length)
-        for step in range(max(self.run_length, default=0)):
+        for step in range(longest):
             while self.run_length[active - 1] <= step:
                 active -= 1
-            yield ends[:active] - step if reverse else self.run_start[:active] + step
+            yield active, (ends[:active] - step if reverse else self.run_start[:active] + step)
 
     def take(self, rows: Tensor, block: slice, offset: int = 0) -> Tensor:
         """(batch * seqlen, ...) -> (chunks, size, ...): the row ``offset`` after each slot's token.

@@ -12,7 +12,7 @@ from polyscan.problem import SSDInputs, SSDOutputs, SSDProblem
 
 from .._shared.elementwise import skip_term
 from .states import Passed, pass_states, per_head
-from .tiles import Tiles
+from .tiles import Tiles, add_product
 
 
 def forward(problem: SSDProblem, inputs: SSDInputs) -> SSDOutputs:
@@ -37,31 +37,30 @@ def forward(problem: SSDProblem, inputs: SSDInputs) -> SSDOutputs:
         if inputs.D is not None and problem.D is not None:
             D = inputs.D.to(tiles.dtype)
             if problem.D == "token":
-                D = tiles.read(D, block)
-            y = y + skip_term(D, tiles.read(inputs.x, block), problem.D)
+                D = tiles.read(tiles.rows["D"], block)
+            y = y + skip_term(D, tiles.read(tiles.rows["x"], block), problem.D)
         if inputs.z is not None:
             if outputs.pre_gate is not None:
                 tiles.chunks.put(outputs.pre_gate.flatten(0, 1), block, y)
-            y = y * F.silu(tiles.read(inputs.z, block))
+            y = y * F.silu(tiles.read(tiles.rows["z"], block))
         tiles.chunks.put(outputs.y.flatten(0, 1), block, y)
     return outputs
 
 
 def _scan(tiles: Tiles, passed: list[Passed], block: slice) -> Tensor:
     """The sum of the directions: (chunks, nheads, size, headdim)."""
+    x = tiles.x(block)
+    y = tiles.wide("y", block, tiles.problem.headdim).zero_()
     matrix: Tensor | None = None
-    from_states: list[Tensor] = []
     for direction, (entering, _) in zip(tiles.problem.directions, passed, strict=True):
         side = tiles.side(direction, block)
-        part = tiles.weights(direction, side, block)
+        out = tiles.square("part" if direction.reverse else "matrix", block)
+        part = tiles.weights(direction, side, block, out)
         part.unflatten(1, (tiles.problem.ngroups, -1)).mul_((side.C @ side.B.mT)[:, :, None])
         part.mul_(side.dt[:, :, None, :])
         matrix = part if matrix is None else matrix.add_(part)
         if entering is not None:
-            C = per_head(side.C, side.decay.enter(tiles.dtype))
-            from_states.append(C @ entering[block].mT)
+            C = tiles.wide("keys", block, tiles.problem.d_state)
+            add_product(y, per_head(side.C, side.decay.enter(tiles.dtype), C), entering[block].mT)
     assert matrix is not None
-    y = matrix @ tiles.heads_first(tiles.inputs.x, block)
-    for part in from_states:
-        y += part
-    return y
+    return add_product(y, matrix, x)

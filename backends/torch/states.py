@@ -7,15 +7,16 @@ values are dy and keys C, weighted by what is left of the entering state in a ro
 other way.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from polyscan.problem import Direction, SSDOutputs
+from polyscan.problem import Direction
 
 from .chunks import Chunks
-from .tiles import Tiles
+from .tiles import OutputGradient, Side, Tiles
 
 
 class Passed(NamedTuple):
@@ -30,58 +31,63 @@ class Passed(NamedTuple):
     leaving: Tensor | None
 
 
-def per_head(rows: Tensor, weight: Tensor) -> Tensor:
+def per_head(rows: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """rows (chunks, ngroups, size, n) times weight (chunks, nheads, size), for each head."""
-    chunks, ngroups, size, _ = rows.shape
+    chunks, ngroups, size, width = rows.shape
     grouped = weight.view(chunks, ngroups, -1, size, 1)
-    return (rows[:, :, None] * grouped).flatten(1, 2)
+    torch.mul(rows[:, :, None], grouped, out=out.view(chunks, ngroups, -1, size, width))
+    return out
 
 
 def pass_states(
     tiles: Tiles, direction: Direction, initial: Tensor | None, wants_leaving: bool
 ) -> Passed:
     """The states of one direction."""
-    if not (tiles.chunks.linked or wants_leaving):
-        return Passed(_spread(tiles.chunks, initial, tiles.dtype), None)
-    summaries, across = _empty(tiles)
-    for block in tiles.blocks():
-        side = tiles.side(direction, block)
-        keys = per_head(side.B, side.dt * side.decay.leave(tiles.dtype))
-        values = tiles.heads_first(tiles.inputs.x, block)
-        torch.matmul(values.mT, keys, out=summaries[block])
-        across[block] = side.decay.across(tiles.dtype)
-    return _pass_on(tiles.chunks, summaries, across, direction.reverse, initial, wants_leaving)
+
+    def summary(side: Side, block: slice) -> tuple[Tensor, Tensor, Tensor]:
+        return tiles.x(block), side.B, side.dt * side.decay.leave(tiles.dtype)
+
+    return _pass(tiles, direction, summary, direction.reverse, initial, wants_leaving)
 
 
 def pass_adjoints(
     tiles: Tiles,
     direction: Direction,
-    pre_gate: Tensor | None,
-    grads: SSDOutputs,
+    output_gradient: OutputGradient,
+    final: Tensor | None,
     wants_leaving: bool,
 ) -> Passed:
-    """The gradients of the states: they start from those of the final states."""
-    final = getattr(grads, direction.final_states)
+    """The gradients of the states; ``final``, those of the final states, is where they start."""
+
+    def summary(side: Side, block: slice) -> tuple[Tensor, Tensor, Tensor]:
+        dy, _ = output_gradient.read(block)
+        return tiles.heads_first("dy", dy), side.C, side.decay.enter(tiles.dtype)
+
+    return _pass(tiles, direction, summary, not direction.reverse, final, wants_leaving)
+
+
+def _pass(
+    tiles: Tiles,
+    direction: Direction,
+    summary: Callable[[Side, slice], tuple[Tensor, Tensor, Tensor]],
+    reverse: bool,
+    initial: Tensor | None,
+    wants_leaving: bool,
+) -> Passed:
+    """Summarise every chunk from its (values, keys, weights), then pass along the runs."""
     if not (tiles.chunks.linked or wants_leaving):
-        return Passed(_spread(tiles.chunks, final, tiles.dtype), None)
-    summaries, across = _empty(tiles)
+        return Passed(_spread(tiles.chunks, initial, tiles.dtype), None)
+    problem, x, count = tiles.problem, tiles.inputs.x, tiles.chunks.count
+    shape = (count, problem.nheads, problem.headdim, problem.d_state)
+    summaries = x.new_empty(shape, dtype=tiles.dtype)
+    across = x.new_empty((count, problem.nheads, 1), dtype=tiles.dtype)
     for block in tiles.blocks():
         side = tiles.side(direction, block)
-        keys = per_head(side.C, side.decay.enter(tiles.dtype))
-        dy, _ = tiles.output_gradient(pre_gate, grads, block)
-        torch.matmul(dy.permute(0, 2, 3, 1), keys, out=summaries[block])
+        values, rows, weight = summary(side, block)
+        keys = per_head(rows, weight, tiles.wide("keys", block, problem.d_state))
+        torch.matmul(values.mT, keys, out=summaries[block])
         across[block] = side.decay.across(tiles.dtype)
-    return _pass_on(tiles.chunks, summaries, across, not direction.reverse, final, wants_leaving)
-
-
-def _empty(tiles: Tiles) -> tuple[Tensor, Tensor]:
-    problem, count = tiles.problem, tiles.chunks.count
-    shape = (count, problem.nheads, problem.headdim, problem.d_state)
-    x = tiles.inputs.x
-    return (
-        x.new_empty(shape, dtype=tiles.dtype),
-        x.new_empty((count, problem.nheads, 1), dtype=tiles.dtype),
-    )
+    return _pass_on(tiles.chunks, summaries, across, reverse, initial, wants_leaving)
 
 
 def _spread(chunks: Chunks, initial: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -106,9 +112,9 @@ def _pass_on(
         state = summaries.new_zeros((len(chunks.run_length), *summaries.shape[1:]))
     else:
         state = initial[chunks.run_state].to(summaries.dtype)
-    for step in chunks.steps(reverse):
-        entering = state[: len(step)]
+    for active, step in chunks.steps(reverse):
+        entering = state[:active]
         leaving = torch.addcmul(summaries[step], across[step][..., None], entering)
         summaries[step] = entering
-        state[: len(step)] = leaving
+        entering.copy_(leaving)
     return Passed(summaries, state if wants_leaving else None)

@@ -15,6 +15,7 @@ Sums of logarithms are kept in float64 where the device has it: a chunk may hold
 -0.01, and the difference of two float32 sums would lose the small one.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,19 +23,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from polyscan.hardware import has_float64
-from polyscan.problem import Direction, SSDInputs, SSDOutputs, SSDProblem
+from polyscan.problem import Direction, SSDInputs, SSDProblem
 from polyscan.reference import compute_dtype, discretise
 
 from .._shared.elementwise import gate_backward
 from .chunks import cut
 
-# exp underflows to 0 below this in float64, and sooner in float32. A stronger decay would only cost
-# the sums digits, or give inf - inf.
-STRONGEST_LOG_DECAY = -750.0
+# 2 to this power is 0 in float64, and sooner in float32. A stronger decay would only cost the sums
+# digits, or give inf - inf.
+STRONGEST_LOG2_DECAY = -1080.0
 
 
 class Decay(NamedTuple):
-    """Sums in a chunk: row and col (chunks, nheads, size), total (chunks, nheads, 1)."""
+    """Sums of log2 decays: row and col (chunks, nheads, size), total (chunks, nheads, 1).
+
+    Powers of 2, because torch's exp is tens of times slower where it under- or overflows.
+    """
 
     row: Tensor
     col: Tensor
@@ -42,15 +46,26 @@ class Decay(NamedTuple):
 
     def enter(self, dtype: torch.dtype) -> Tensor:
         """exp(row): what is left at each row of the entering state."""
-        return self.row.exp().to(dtype)
+        return self.row.exp2().to(dtype)
 
     def leave(self, dtype: torch.dtype) -> Tensor:
         """exp(total - col): what is left of each column in the leaving state."""
-        return (self.total - self.col).exp().to(dtype)
+        return (self.total - self.col).exp2().to(dtype)
 
     def across(self, dtype: torch.dtype) -> Tensor:
         """exp(total): what is left of the entering state in the leaving one."""
-        return self.total.exp().to(dtype)
+        return self.total.exp2().to(dtype)
+
+    def between(self, out: Tensor) -> Tensor:
+        """exp(row_i - col_j), also where it overflows: (chunks, nheads, size, size)."""
+        row, col = self.row.to(out.dtype), self.col.to(out.dtype)
+        torch.sub(row[..., :, None], col[..., None, :], out=out)
+        if row.dtype != self.row.dtype:
+            # The digits that did not fit into row and col, one after the other: in two cheap
+            # passes what a subtraction in float64 would do in one slow one.
+            out += (self.row - row).to(out.dtype)[..., :, None]
+            out -= (self.col - col).to(out.dtype)[..., None, :]
+        return out.exp2_()
 
 
 class Side(NamedTuple):
@@ -74,12 +89,37 @@ class Tiles:
         self.inputs = inputs
         self.dtype = compute_dtype(problem)
         self.chunks = cut(problem, inputs)
+        # Flattened once, since that is a copy where the strides do not allow a view.
+        self.rows = {
+            name: argument.flatten(0, 1)
+            for name, argument in zip(inputs._fields, inputs, strict=True)
+            if argument is not None and argument.shape[:2] == inputs.x.shape[:2]
+        }
         self._steps: dict[tuple[str, str], Tensor] = {}
-        size, device = self.chunks.size, problem.device
-        self._order = torch.ones(size, size, dtype=torch.bool, device=device)
+        self._buffers: dict[str, Tensor] = {}
 
     def blocks(self) -> list[slice]:
         return list(self.chunks.blocks(self.problem.nheads, self.dtype.itemsize))
+
+    def scratch(self, name: str, *shape: int) -> Tensor:
+        """An uninitialised buffer that every block of the call gets again under that name.
+
+        Memory fresh from the system costs more than the arithmetic that is done in it.
+        """
+        size = math.prod(shape)
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = self.inputs.x.new_empty(size, dtype=self.dtype)
+        return self._buffers[name][:size].view(shape)
+
+    def square(self, name: str, block: slice) -> Tensor:
+        """A buffer (chunks, nheads, size, size)."""
+        size = self.chunks.size
+        return self.scratch(name, block.stop - block.start, self.problem.nheads, size, size)
+
+    def wide(self, name: str, block: slice, width: int) -> Tensor:
+        """A buffer (chunks, nheads, size, width)."""
+        chunks = block.stop - block.start
+        return self.scratch(name, chunks, self.problem.nheads, self.chunks.size, width)
 
     def step_sizes(self, direction: Direction) -> Tensor:
         """dt after bias, softplus and clamp: (batch, seqlen, nheads)."""
@@ -95,23 +135,25 @@ class Tiles:
             )
         return self._steps[key]
 
-    def read(self, argument: Tensor, block: slice, offset: int = 0) -> Tensor:
-        """(batch, seqlen, ...) -> (chunks, size, ...), in the dtype of the computation."""
-        return self.chunks.take(argument.flatten(0, 1), block, offset).to(self.dtype)
+    def read(self, rows: Tensor, block: slice, offset: int = 0) -> Tensor:
+        """(batch * seqlen, ...) -> (chunks, size, ...), in the dtype of the computation."""
+        return self.chunks.take(rows, block, offset).to(self.dtype)
 
-    def heads_first(self, argument: Tensor, block: slice) -> Tensor:
-        """(batch, seqlen, nheads, n) -> (chunks, nheads, size, n), contiguous."""
-        return self.read(argument, block).transpose(1, 2).contiguous()
+    def heads_first(self, name: str, rows: Tensor) -> Tensor:
+        """(chunks, size, nheads, n) -> (chunks, nheads, size, n), contiguous, in a buffer."""
+        chunks, size, nheads, width = rows.shape
+        return self.scratch(name, chunks, nheads, size, width).copy_(rows.transpose(1, 2))
+
+    def x(self, block: slice) -> Tensor:
+        """x of a block: (chunks, nheads, size, headdim)."""
+        return self.heads_first("x", self.chunks.take(self.rows["x"], block))
 
     def side(self, direction: Direction, block: slice) -> Side:
-        given = direction.parameters(self.inputs)
-        dt = self.read(self.step_sizes(direction), block).transpose(1, 2)
-        return Side(
-            dt,
-            self.read(given.B, block).transpose(1, 2),
-            self.read(given.C, block, self.source_offset(direction)).transpose(1, 2),
-            self._decay(dt, given.A, direction.reverse),
-        )
+        dt = self.read(self.step_sizes(direction).flatten(0, 1), block).transpose(1, 2)
+        B = self.read(self.rows[direction.B], block)
+        C = self.read(self.rows[direction.C], block, self.source_offset(direction))
+        A = direction.parameters(self.inputs).A
+        return Side(dt, B.transpose(1, 2), C.transpose(1, 2), self._decay(dt, A, direction.reverse))
 
     def source_offset(self, direction: Direction) -> int:
         """Where a row's C stands, relative to the row."""
@@ -119,43 +161,24 @@ class Tiles:
             return 0
         return 1 if direction.reverse else -1
 
-    def sees(self, direction: Direction) -> Tensor:
-        """(size, size): [i, j], whether the source of row i comes at or after column j.
-
-        The same matrix tells whether row i's decay holds that of token k: [i, k].
-        """
+    def hide(self, direction: Direction, square: Tensor) -> Tensor:
+        """Zero, in place, where the source of row i comes before column j: (..., size, size)."""
         strict = 1 if self.problem.shift else 0
-        return self._order.triu(strict) if direction.reverse else self._order.tril(-strict)
+        # Overwritten, not multiplied by 0: what is not seen may have overflowed.
+        return square.triu_(strict) if direction.reverse else square.tril_(-strict)
 
-    def beyond(self, direction: Direction) -> Tensor:
-        """(size, size): [j, k], whether token k comes after column j, and so decays it."""
-        return self._order.tril(-1) if direction.reverse else self._order.triu(1)
-
-    def weights(self, direction: Direction, side: Side, block: slice) -> Tensor:
+    def weights(self, direction: Direction, side: Side, block: slice, out: Tensor) -> Tensor:
         """exp(row_i - col_j) where row i sees column j, else 0: (chunks, nheads, size, size)."""
-        row, col, _ = side.decay
-        exponent = torch.empty(*row.shape, row.shape[-1], dtype=self.dtype, device=row.device)
-        torch.sub(row[..., :, None], col[..., None, :], out=exponent)
-        hidden = ~self.sees(direction)
+        weights = self.hide(direction, side.decay.between(out))
         if self.chunks.segment is not None:
             segment = self.chunks.take(self.chunks.segment, block)
-            hidden = (hidden | (segment[:, :, None] != segment[:, None, :]))[:, None]
-        # Masked before the exponential: what is not seen may be as large as exp(1e6).
-        return exponent.masked_fill_(hidden, -torch.inf).exp_()
-
-    def output_gradient(
-        self, pre_gate: Tensor | None, grads: SSDOutputs, block: slice
-    ) -> tuple[Tensor, Tensor | None]:
-        """The gradient before the gate, and that of z: (chunks, size, nheads, headdim)."""
-        dy = self.read(grads.y, block)
-        if self.inputs.z is None or pre_gate is None:
-            return dy, None
-        return gate_backward(dy, self.read(self.inputs.z, block), self.read(pre_gate, block))
+            weights.masked_fill_((segment[:, :, None] != segment[:, None, :])[:, None], 0)
+        return weights
 
     def _decay(self, dt: Tensor, A: Tensor, reverse: bool) -> Decay:
         wide = torch.float64 if has_float64(dt.device) else dt.dtype
-        log_decay = dt.to(wide) * A.to(self.problem.accumulation_dtype).to(wide)[:, None]
-        log_decay = log_decay.clamp(min=STRONGEST_LOG_DECAY)
+        log_decay = dt.to(wide) * (A.to(wide) * math.log2(math.e))[:, None]
+        log_decay = log_decay.clamp_(min=STRONGEST_LOG2_DECAY)
         if reverse:
             inclusive = log_decay.flip(-1).cumsum(-1).flip(-1)
             exclusive = F.pad(inclusive[..., 1:], (0, 1))
@@ -165,3 +188,27 @@ class Tiles:
             exclusive = F.pad(inclusive[..., :-1], (1, 0))
             total = inclusive[..., -1:]
         return Decay(exclusive if self.problem.shift else inclusive, inclusive, total)
+
+
+def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """``out += left @ right`` without a temporary; all (chunks, nheads, ..., ...)."""
+    out.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
+    return out
+
+
+class OutputGradient:
+    """dy as the scan sees it, before the gate, and dz."""
+
+    def __init__(self, tiles: Tiles, pre_gate: Tensor | None, dy: Tensor) -> None:
+        self._tiles = tiles
+        self._dy = dy.flatten(0, 1)
+        self._pre_gate = None if pre_gate is None else pre_gate.flatten(0, 1)
+
+    def read(self, block: slice) -> tuple[Tensor, Tensor | None]:
+        """(chunks, size, nheads, headdim), both."""
+        tiles = self._tiles
+        dy = tiles.read(self._dy, block)
+        if self._pre_gate is None:
+            return dy, None
+        z = tiles.read(tiles.rows["z"], block)
+        return gate_backward(dy, z, tiles.read(self._pre_gate, block))
