@@ -16,6 +16,8 @@ from .problem import DirectionName, SSDInputs, SSDOptions, SSDProblem
 from .validation import check_borders, check_dt_limit, check_inputs, check_options
 
 NO_LIMIT = (0.0, math.inf)
+# A hint beyond any sequence says no more than this, and fits into an op's argument.
+LARGEST_CHUNK_SIZE = 2**31
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -45,7 +47,7 @@ def bidi_ssd(
     seq_idx: Tensor | None = None,
     chunk_size: int | None = None,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+) -> Any:
     r"""The state-space scan of Mamba-2 (SSD) in both directions at once.
 
     With ``dt = clamp(softplus?(dt + dt_bias), *dt_limit)`` the forward direction is
@@ -139,7 +141,7 @@ def ssd(
     seq_idx: Tensor | None = None,
     chunk_size: int | None = None,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """One direction of :func:`bidi_ssd`, whose arguments these are.
 
     ``bidi_ssd(...)`` equals ``ssd(...) + ssd(..., reverse=True)`` before D and z, which it applies
@@ -243,6 +245,8 @@ def _prepare(
         tf32_allowed(inputs.x.device),
     )
     check_options(inputs, options)
+    if chunk_size is not None:
+        options = options._replace(chunk_size=min(int(chunk_size), LARGEST_CHUNK_SIZE))
     if direction == "reverse":
         inputs = inputs._replace(initial_states=None, initial_states_rev=inputs.initial_states)
     return _Call(inputs, options, dispatch.resolve_request(backend))

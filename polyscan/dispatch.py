@@ -13,12 +13,16 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+import torch
+
 from . import registry
 from .backend import Backend
 from .errors import BackendUnavailable, UnsupportedProblem
 from .problem import SSDProblem
 
 AUTO = "auto"
+# What compiled code passes on where no backend was named: the choice falls when it runs.
+DEFERRED = ""
 ENVIRONMENT_VARIABLE = "POLYSCAN_BACKEND"
 # The yardstick: right everywhere, fast nowhere.
 NEVER_AUTOMATIC = frozenset({"reference"})
@@ -87,7 +91,12 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def resolve_request(backend: str) -> Request:
-    """Argument, else context, else environment, else the table."""
+    """Argument, else context, else environment, else the table.
+
+    Under torch.compile only the argument is known; :func:`select` then does the rest.
+    """
+    if torch.compiler.is_compiling():
+        return Request(DEFERRED if backend == AUTO else backend, "argument")
     if backend != AUTO:
         return Request(_known(backend, "backend"), "argument")
     name = _context.get()
@@ -107,6 +116,7 @@ def select(problem: SSDProblem, name: str) -> Backend:
         BackendUnavailable: the named backend cannot run on this machine.
         UnsupportedProblem: the named backend, or every one, cannot do this problem.
     """
+    name = resolve_request(AUTO).name if name == DEFERRED else _known(name, "backend")
     chosen, reasons = _choose(problem, name)
     if chosen is not None:
         return registry.load(chosen)
@@ -147,7 +157,7 @@ class BackendInfo:
 def available_backends() -> dict[str, BackendInfo]:
     """Every installed backend by name, with its version or the reason why it cannot run here."""
     return {
-        name: BackendInfo(name, registry.load(name).version(), registry.unavailable_reason(name))
+        name: BackendInfo(name, registry.version(name), registry.unavailable_reason(name))
         for name in registry.names()
     }
 

@@ -14,9 +14,14 @@ class BackendError(PolyscanError):
     """
 
     def __init__(self, headline: str, reasons: Mapping[str, str]) -> None:
+        self.headline = headline
         self.reasons = dict(reasons)
         lines = [headline, *(f"  {name}: {reason}" for name, reason in self.reasons.items())]
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type["BackendError"], tuple[str, dict[str, str]]]:
+        """Pickled by its arguments, so that it survives the way out of a worker process."""
+        return type(self), (self.headline, self.reasons)
 
 
 class BackendUnavailable(BackendError, RuntimeError):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import dispatch
 from .errors import SecondDerivativeError
@@ -58,7 +59,11 @@ class Operation:
 
     def __call__(self, inputs: SSDInputs, options: SSDOptions, backend: str) -> SSDOutputs:
         """Run on valid arguments; ``backend`` is a name or "auto"."""
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        needs_grad = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in inputs
+        )
+        # Forward-mode derivatives are refused by the Function; past it they would be lost silently.
+        if needs_grad or forward_ad._current_level >= 0:
             outputs = _Run.apply(self, options, backend, *inputs)  # type: ignore[no-untyped-call]
         else:
             outputs = self._forward(*inputs, *options, False, backend)
@@ -109,6 +114,8 @@ class Operation:
         name = schema.partition("(")[0]
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
+        # _Run stands above; whoever calls the op itself gets no derivative.
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"polyscan::{name}", fake, lib=_LIBRARY)
         return getattr(torch.ops.polyscan, name).default
 
@@ -129,8 +136,9 @@ class _Run(torch.autograd.Function):
         ctx: Any, operation: Operation, options: SSDOptions, backend: str, *inputs: Tensor | None
     ) -> tuple[Tensor, ...]:
         outputs = operation._forward(*inputs, *options, True, backend)
-        saves_pre_gate = SSDInputs(*inputs).z is not None  # type: ignore[arg-type]
-        pre_gate = outputs.pop() if saves_pre_gate else None
+        pre_gate = None
+        if inputs[SSDInputs._fields.index("z")] is not None:
+            *outputs, pre_gate = outputs
         ctx.save_for_backward(*inputs, pre_gate)
         ctx.set_materialize_grads(False)
         ctx.operation, ctx.options, ctx.backend = operation, options, backend

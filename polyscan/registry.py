@@ -29,11 +29,12 @@ def load(name: str) -> Backend:
     entry = _entries()[name]
     try:
         backend: Backend = entry.load()
+        own_name = backend.name
     # Whatever a foreign module raises on import, the other backends must go on working.
     except Exception as error:
         return _Unloadable(name, f"cannot be loaded: {type(error).__name__}: {error}")
-    if backend.name != name:
-        return _Unloadable(name, f"calls itself {backend.name!r}; the names must agree")
+    if own_name != name:
+        return _Unloadable(name, f"calls itself {own_name!r}; the names must agree")
     return backend
 
 
@@ -41,6 +42,15 @@ def load(name: str) -> Backend:
 def unavailable_reason(name: str) -> str | None:
     """Why the backend cannot run on this machine at all, or None."""
     return load(name).unavailable_reason()
+
+
+def version(name: str) -> str:
+    """The version that the backend gives, for people."""
+    try:
+        return load(name).version()
+    # Not worth losing the list of all backends for.
+    except Exception as error:
+        return f"unknown ({type(error).__name__}: {error})"
 
 
 def clear_caches() -> None:

@@ -65,8 +65,10 @@ def _check_shapes(inputs: SSDInputs) -> None:
     }
     for size in ("nheads", "headdim", "ngroups", "d_state"):
         if sizes[size] < 1:
-            argument = inputs.B if size in ("ngroups", "d_state") else x
-            raise ValueError(f"{size} must be at least 1, got 0 (shape {_shape(argument)})")
+            name = "B" if size in ("ngroups", "d_state") else "x"
+            raise ValueError(
+                f"{name} must have {size} at least 1, got {_shape(getattr(inputs, name))}"
+            )
     if nheads % ngroups:
         raise ValueError(
             f"nheads must be a multiple of ngroups: x has {nheads} heads, B has {ngroups} groups"
@@ -127,7 +129,7 @@ def check_options(inputs: SSDInputs, options: SSDOptions) -> None:
     for name in ("shift", "dt_softplus", "return_final_states"):
         value = getattr(options, name)
         if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+            raise TypeError(f"{name} must be a bool, got {_kind(value)}")
     chunk_size = options.chunk_size
     if chunk_size is not None:
         if isinstance(chunk_size, bool) or not isinstance(chunk_size, Integral):
@@ -182,3 +184,8 @@ def _expect(inputs: SSDInputs, name: str, sizes: dict[str, int], *layouts: tuple
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
