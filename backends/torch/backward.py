@@ -21,7 +21,7 @@ from polyscan.problem import Direction, SSDInputs, SSDOutputs, SSDProblem
 
 from .._shared.elementwise import discretise_backward, skip_gradient, skip_term
 from .._shared.gradients import GradientSums
-from .states import pass_adjoints, pass_states, per_head
+from .states import Passage, pass_all, per_head
 from .tiles import OutputGradient, Tiles, add_product
 
 
@@ -31,10 +31,13 @@ def backward(
     tiles = Tiles(problem, inputs)
     output_gradient = OutputGradient(tiles, pre_gate, grads.y)
     sums = GradientSums(inputs, tiles.dtype)
-    scans = [
-        _DirectionBackward(tiles, direction, output_gradient, grads, sums)
-        for direction in problem.directions
-    ]
+    scans = [_DirectionBackward(tiles, direction, grads, sums) for direction in problem.directions]
+    pass_all(
+        tiles,
+        [scan.states for scan in scans],
+        [scan.adjoints for scan in scans],
+        output_gradient,
+    )
     # Not every token need be in a sequence.
     allocate = torch.zeros_like if problem.packing == "cu_seqlens" else torch.empty_like
     dx = allocate(inputs.x, memory_format=torch.contiguous_format)
@@ -89,7 +92,6 @@ class _DirectionBackward:
         self,
         tiles: Tiles,
         direction: Direction,
-        output_gradient: OutputGradient,
         grads: SSDOutputs,
         sums: GradientSums,
     ) -> None:
@@ -97,17 +99,11 @@ class _DirectionBackward:
         self.direction = direction
         self.sums = sums
         self.given = direction.parameters(tiles.inputs)
-        initial = self.given.initial_states
-        dfinal = getattr(grads, direction.final_states)
-        self.states, _ = pass_states(tiles, direction, initial, wants_leaving=False)
-        self.adjoints, dinitial = pass_adjoints(
-            tiles, direction, output_gradient, dfinal, wants_leaving=initial is not None
+        initial, final = self.given.initial_states, getattr(grads, direction.final_states)
+        self.states = Passage(tiles, direction.reverse, initial, wants_leaving=False)
+        self.adjoints = Passage(
+            tiles, not direction.reverse, final, wants_leaving=initial is not None
         )
-        if dinitial is not None:
-            total = sums[direction.initial_states]
-            if dfinal is not None:
-                total.copy_(dfinal)  # of an empty sequence, it is the initial state's gradient
-            total[tiles.chunks.run_state] = dinitial
         self.ddt = torch.zeros_like(tiles.step_sizes(direction), dtype=tiles.dtype)
         size = tiles.chunks.size
         square = tiles.inputs.x.new_ones(size, size, dtype=tiles.dtype)
@@ -132,15 +128,15 @@ class _DirectionBackward:
         dCB = self._sum_heads(dCB.mul_(side.dt[:, :, None, :]))
         dC, dB = dCB @ side.B, dCB.mT @ side.C
 
-        if self.states is not None:
-            states = self.states[block]
+        if self.states.entering is not None:
+            states = self.states.entering[block]
             through = torch.matmul(dy, states, out=tiles.wide("through", block, d_state))
-            through.mul_(side.decay.enter(dtype)[..., None])
+            through.mul_(side.decay.enter[..., None])
             dC += self._sum_heads(through)
             dlog_decay += self._times(through, side.C, through).sum(-1) @ self.seen
-        if self.adjoints is not None:
-            adjoints = self.adjoints[block]
-            leave = side.decay.leave(dtype)
+        if self.adjoints.entering is not None:
+            adjoints = self.adjoints.entering[block]
+            leave = side.decay.leave
             through = torch.matmul(x, adjoints, out=tiles.wide("through", block, d_state))
             through.mul_(leave[..., None])
             keys = tiles.wide("keys", block, d_state)
@@ -149,9 +145,10 @@ class _DirectionBackward:
             dlog_decay += (cols * side.dt) @ self.beyond
             dB += self._sum_heads(through.mul_(side.dt[..., None]))
             add_product(dx, per_head(side.B, leave * side.dt, keys), adjoints.mT)
-        if self.states is not None and self.adjoints is not None:
-            crossing = (self.states[block] * self.adjoints[block]).sum((-2, -1))
-            dlog_decay += crossing[..., None] * side.decay.across(dtype)
+        if self.states.entering is not None and self.adjoints.entering is not None:
+            both = tiles.scratch("crossing", *self.states.entering[block].shape)
+            torch.mul(self.states.entering[block], self.adjoints.entering[block], out=both)
+            dlog_decay += both.sum((-2, -1))[..., None] * side.decay.across
 
         ddt += dlog_decay * self.given.A.to(dtype)[:, None]
         self.sums[self.direction.A].add_((dlog_decay * side.dt).sum((0, 2)))
@@ -161,8 +158,13 @@ class _DirectionBackward:
         return self._times(weights, CB, weights).mul_(side.dt[:, :, None, :])
 
     def finish(self) -> None:
-        """Take the gradient of dt back through clamp, softplus and bias."""
-        problem, given = self.tiles.problem, self.given
+        """The gradients of the initial states, and of dt before clamp, softplus and bias."""
+        problem, given, adjoints = self.tiles.problem, self.given, self.adjoints
+        if adjoints.leaving is not None:
+            total = self.sums[self.direction.initial_states]
+            if adjoints.initial is not None:
+                total.copy_(adjoints.initial)  # an empty sequence hands it through
+            total[self.tiles.chunks.run_state] = adjoints.leaving
         ddt = discretise_backward(
             self.ddt, given.dt, given.dt_bias, problem.dt_softplus, problem.dt_limit
         )

@@ -18,7 +18,7 @@ from polyscan.reference import sequences
 
 # Bytes of one (chunks, nheads, size, size) temporary of a block. Large enough to hide the cost of
 # a torch call, small enough that the dozen or so of them stay in a processor's cache.
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 21
 DEFAULT_SIZE = 64
 
 

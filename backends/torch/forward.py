@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from polyscan.problem import SSDInputs, SSDOutputs, SSDProblem
 
 from .._shared.elementwise import skip_term
-from .states import Passed, pass_states, per_head
+from .states import Passage, pass_all, per_head
 from .tiles import Tiles, add_product
 
 
@@ -22,18 +22,25 @@ def forward(problem: SSDProblem, inputs: SSDInputs) -> SSDOutputs:
         for rows in (outputs.y, outputs.pre_gate):
             if rows is not None:
                 rows.zero_()  # not every token need be in a sequence
-    passed = []
-    for direction in problem.directions:
-        initial = direction.parameters(inputs).initial_states
-        final = getattr(outputs, direction.final_states)
-        states = pass_states(tiles, direction, initial, wants_leaving=final is not None)
+    finals = [getattr(outputs, direction.final_states) for direction in problem.directions]
+    passages = [
+        Passage(
+            tiles,
+            direction.reverse,
+            direction.parameters(inputs).initial_states,
+            wants_leaving=final is not None,
+        )
+        for direction, final in zip(problem.directions, finals, strict=True)
+    ]
+    pass_all(tiles, passages)
+    for states, final in zip(passages, finals, strict=True):
         if final is not None and states.leaving is not None:
-            final.zero_() if initial is None else final.copy_(initial)
+            # An empty sequence leaves its initial state.
+            final.zero_() if states.initial is None else final.copy_(states.initial)
             final[tiles.chunks.run_state] = states.leaving.to(final.dtype)
-        passed.append(states)
 
     for block in tiles.blocks():
-        y = _scan(tiles, passed, block).transpose(1, 2)
+        y = _scan(tiles, passages, block).transpose(1, 2)
         if inputs.D is not None and problem.D is not None:
             D = inputs.D.to(tiles.dtype)
             if problem.D == "token":
@@ -47,20 +54,20 @@ def forward(problem: SSDProblem, inputs: SSDInputs) -> SSDOutputs:
     return outputs
 
 
-def _scan(tiles: Tiles, passed: list[Passed], block: slice) -> Tensor:
+def _scan(tiles: Tiles, passages: list[Passage], block: slice) -> Tensor:
     """The sum of the directions: (chunks, nheads, size, headdim)."""
     x = tiles.x(block)
     y = tiles.wide("y", block, tiles.problem.headdim).zero_()
     matrix: Tensor | None = None
-    for direction, (entering, _) in zip(tiles.problem.directions, passed, strict=True):
+    for direction, states in zip(tiles.problem.directions, passages, strict=True):
         side = tiles.side(direction, block)
         out = tiles.square("part" if direction.reverse else "matrix", block)
         part = tiles.weights(direction, side, block, out)
         part.unflatten(1, (tiles.problem.ngroups, -1)).mul_((side.C @ side.B.mT)[:, :, None])
         part.mul_(side.dt[:, :, None, :])
         matrix = part if matrix is None else matrix.add_(part)
-        if entering is not None:
+        if states.entering is not None:
             C = tiles.wide("keys", block, tiles.problem.d_state)
-            add_product(y, per_head(side.C, side.decay.enter(tiles.dtype), C), entering[block].mT)
+            add_product(y, per_head(side.C, side.decay.enter, C), states.entering[block].mT)
     assert matrix is not None
     return add_product(y, matrix, x)

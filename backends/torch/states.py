@@ -7,28 +7,10 @@ values are dy and keys C, weighted by what is left of the entering state in a ro
 other way.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from polyscan.problem import Direction
-
-from .chunks import Chunks
-from .tiles import OutputGradient, Side, Tiles
-
-
-class Passed(NamedTuple):
-    """States (or adjoints) after passing.
-
-    entering: (chunks, nheads, headdim, d_state), for each chunk; None where all are zero.
-    leaving: (nsequences, nheads, headdim, d_state), at the end of each sequence; None where
-        nobody asked for them.
-    """
-
-    entering: Tensor | None
-    leaving: Tensor | None
+from .tiles import OutputGradient, Tiles
 
 
 def per_head(rows: Tensor, weight: Tensor, out: Tensor) -> Tensor:
@@ -39,82 +21,84 @@ def per_head(rows: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def pass_states(
-    tiles: Tiles, direction: Direction, initial: Tensor | None, wants_leaving: bool
-) -> Passed:
-    """The states of one direction."""
+class Passage:
+    """States or adjoints on their way along the runs of chunks.
 
-    def summary(side: Side, block: slice) -> tuple[Tensor, Tensor, Tensor]:
-        return tiles.x(block), side.B, side.dt * side.decay.leave(tiles.dtype)
+    ``entering`` then has them for each chunk, (chunks, nheads, headdim, d_state), and is None where
+    all are zero; ``leaving`` has them at the end of each run, where that is wanted.
+    """
 
-    return _pass(tiles, direction, summary, direction.reverse, initial, wants_leaving)
+    def __init__(
+        self, tiles: Tiles, reverse: bool, initial: Tensor | None, wants_leaving: bool
+    ) -> None:
+        self.tiles = tiles
+        self.reverse = reverse
+        self.initial = initial
+        self.wants_leaving = wants_leaving
+        self.entering: Tensor | None = None
+        self.leaving: Tensor | None = None
+        problem = tiles.problem
+        self.moves = tiles.chunks.linked or wants_leaving
+        if self.moves or initial is not None:
+            shape = (tiles.chunks.count, problem.nheads, problem.headdim, problem.d_state)
+            self.entering = tiles.inputs.x.new_empty(shape, dtype=tiles.dtype)
+
+    def summarise(self, block: slice, values: Tensor, keys: Tensor, weight: Tensor) -> None:
+        """values (chunks, nheads, size, headdim), keys (chunks, ngroups, size, d_state)."""
+        if self.moves and self.entering is not None:
+            weighted = self.tiles.wide("keys", block, self.tiles.problem.d_state)
+            per_head(keys, weight, weighted)
+            torch.matmul(values.mT, weighted, out=self.entering[block])
+
+    def pass_on(self, across: Tensor) -> None:
+        """Turn the summaries into what enters each chunk, in place."""
+        chunks = self.tiles.chunks
+        if self.entering is None:
+            return
+        if self.initial is None:
+            state = self.entering.new_zeros((len(chunks.run_length), *self.entering.shape[1:]))
+        else:
+            state = self.initial[chunks.run_state].to(self.entering.dtype)
+        if not self.moves:
+            self.entering[chunks.run_start] = state
+            return
+        for active, step in chunks.steps(self.reverse):
+            moving = state[:active]
+            leaving = torch.addcmul(self.entering[step], across[step][..., None], moving)
+            self.entering[step] = moving
+            if active == len(state):
+                state = leaving
+            else:
+                moving.copy_(leaving)
+        if self.wants_leaving:
+            self.leaving = state
 
 
-def pass_adjoints(
+def pass_all(
     tiles: Tiles,
-    direction: Direction,
-    output_gradient: OutputGradient,
-    final: Tensor | None,
-    wants_leaving: bool,
-) -> Passed:
-    """The gradients of the states; ``final``, those of the final states, is where they start."""
-
-    def summary(side: Side, block: slice) -> tuple[Tensor, Tensor, Tensor]:
-        dy, _ = output_gradient.read(block)
-        return tiles.heads_first("dy", dy), side.C, side.decay.enter(tiles.dtype)
-
-    return _pass(tiles, direction, summary, not direction.reverse, final, wants_leaving)
-
-
-def _pass(
-    tiles: Tiles,
-    direction: Direction,
-    summary: Callable[[Side, slice], tuple[Tensor, Tensor, Tensor]],
-    reverse: bool,
-    initial: Tensor | None,
-    wants_leaving: bool,
-) -> Passed:
-    """Summarise every chunk from its (values, keys, weights), then pass along the runs."""
-    if not (tiles.chunks.linked or wants_leaving):
-        return Passed(_spread(tiles.chunks, initial, tiles.dtype), None)
-    problem, x, count = tiles.problem, tiles.inputs.x, tiles.chunks.count
-    shape = (count, problem.nheads, problem.headdim, problem.d_state)
-    summaries = x.new_empty(shape, dtype=tiles.dtype)
-    across = x.new_empty((count, problem.nheads, 1), dtype=tiles.dtype)
-    for block in tiles.blocks():
-        side = tiles.side(direction, block)
-        values, rows, weight = summary(side, block)
-        keys = per_head(rows, weight, tiles.wide("keys", block, problem.d_state))
-        torch.matmul(values.mT, keys, out=summaries[block])
-        across[block] = side.decay.across(tiles.dtype)
-    return _pass_on(tiles.chunks, summaries, across, reverse, initial, wants_leaving)
-
-
-def _spread(chunks: Chunks, initial: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The entering states where every run is one chunk."""
-    if initial is None:
-        return None
-    entering = initial.new_empty((chunks.count, *initial.shape[1:]), dtype=dtype)
-    entering[chunks.run_start] = initial[chunks.run_state].to(dtype)
-    return entering
-
-
-def _pass_on(
-    chunks: Chunks,
-    summaries: Tensor,
-    across: Tensor,
-    reverse: bool,
-    initial: Tensor | None,
-    wants_leaving: bool,
-) -> Passed:
-    """Turn the summaries into the entering states, in place."""
-    if initial is None:
-        state = summaries.new_zeros((len(chunks.run_length), *summaries.shape[1:]))
-    else:
-        state = initial[chunks.run_state].to(summaries.dtype)
-    for active, step in chunks.steps(reverse):
-        entering = state[:active]
-        leaving = torch.addcmul(summaries[step], across[step][..., None], entering)
-        summaries[step] = entering
-        entering.copy_(leaving)
-    return Passed(summaries, state if wants_leaving else None)
+    states: list[Passage],
+    adjoints: list[Passage] | None = None,
+    output_gradient: OutputGradient | None = None,
+) -> None:
+    """Summarise every chunk for all that passes, one passage per direction, then pass it on."""
+    directions, x = tiles.problem.directions, tiles.inputs.x
+    shape = (len(directions), tiles.chunks.count, tiles.problem.nheads, 1)
+    across = x.new_empty(shape, dtype=tiles.dtype)
+    states_move = any(passage.moves for passage in states)
+    adjoints_move = any(passage.moves for passage in adjoints or ())
+    for block in tiles.blocks() if states_move or adjoints_move else ():
+        for direction, left in zip(directions, across, strict=True):
+            left[block] = tiles.side(direction, block).decay.across
+        if states_move:
+            values = tiles.x(block)
+            for direction, passage in zip(directions, states, strict=True):
+                side = tiles.side(direction, block)
+                passage.summarise(block, values, side.B, side.dt * side.decay.leave)
+        if adjoints_move and output_gradient is not None:
+            values = tiles.heads_first("dy", output_gradient.read(block)[0])
+            for direction, passage in zip(directions, adjoints or (), strict=True):
+                side = tiles.side(direction, block)
+                passage.summarise(block, values, side.C, side.decay.enter)
+    for passages in (states, adjoints or ()):
+        for passage, left in zip(passages, across, strict=False):
+            passage.pass_on(left)

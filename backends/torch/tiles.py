@@ -35,26 +35,21 @@ STRONGEST_LOG2_DECAY = -1080.0
 
 
 class Decay(NamedTuple):
-    """Sums of log2 decays: row and col (chunks, nheads, size), total (chunks, nheads, 1).
+    """A direction's decays in a block of chunks, from sums of the logarithms to base 2.
 
     Powers of 2, because torch's exp is tens of times slower where it under- or overflows.
+
+    row, col: (chunks, nheads, size), the sums, wide.
+    enter: (chunks, nheads, size), exp(row): what is left at each row of the entering state.
+    leave: (chunks, nheads, size), exp(total - col): what is left of a column in the leaving state.
+    across: (chunks, nheads, 1), exp(total): what is left of the entering state in the leaving one.
     """
 
     row: Tensor
     col: Tensor
-    total: Tensor
-
-    def enter(self, dtype: torch.dtype) -> Tensor:
-        """exp(row): what is left at each row of the entering state."""
-        return self.row.exp2().to(dtype)
-
-    def leave(self, dtype: torch.dtype) -> Tensor:
-        """exp(total - col): what is left of each column in the leaving state."""
-        return (self.total - self.col).exp2().to(dtype)
-
-    def across(self, dtype: torch.dtype) -> Tensor:
-        """exp(total): what is left of the entering state in the leaving one."""
-        return self.total.exp2().to(dtype)
+    enter: Tensor
+    leave: Tensor
+    across: Tensor
 
     def between(self, out: Tensor) -> Tensor:
         """exp(row_i - col_j), also where it overflows: (chunks, nheads, size, size)."""
@@ -96,6 +91,7 @@ class Tiles:
             if argument is not None and argument.shape[:2] == inputs.x.shape[:2]
         }
         self._steps: dict[tuple[str, str], Tensor] = {}
+        self._sides: dict[tuple[Direction, int], Side] = {}
         self._buffers: dict[str, Tensor] = {}
 
     def blocks(self) -> list[slice]:
@@ -149,11 +145,17 @@ class Tiles:
         return self.heads_first("x", self.chunks.take(self.rows["x"], block))
 
     def side(self, direction: Direction, block: slice) -> Side:
-        dt = self.read(self.step_sizes(direction).flatten(0, 1), block).transpose(1, 2)
-        B = self.read(self.rows[direction.B], block)
-        C = self.read(self.rows[direction.C], block, self.source_offset(direction))
-        A = direction.parameters(self.inputs).A
-        return Side(dt, B.transpose(1, 2), C.transpose(1, 2), self._decay(dt, A, direction.reverse))
+        """A direction's share of a block; kept, since every block is visited more than once."""
+        key = (direction, block.start)
+        if key not in self._sides:
+            dt = self.read(self.step_sizes(direction).flatten(0, 1), block)
+            dt = dt.transpose(1, 2).contiguous()
+            B = self.read(self.rows[direction.B], block)
+            C = self.read(self.rows[direction.C], block, self.source_offset(direction))
+            A = direction.parameters(self.inputs).A
+            decay = self._decay(dt, A, direction.reverse)
+            self._sides[key] = Side(dt, B.transpose(1, 2), C.transpose(1, 2), decay)
+        return self._sides[key]
 
     def source_offset(self, direction: Direction) -> int:
         """Where a row's C stands, relative to the row."""
@@ -187,7 +189,14 @@ class Tiles:
             inclusive = log_decay.cumsum(-1)
             exclusive = F.pad(inclusive[..., :-1], (1, 0))
             total = inclusive[..., -1:]
-        return Decay(exclusive if self.problem.shift else inclusive, inclusive, total)
+        row = exclusive if self.problem.shift else inclusive
+        return Decay(
+            row=row,
+            col=inclusive,
+            enter=row.exp2().to(self.dtype),
+            leave=(total - inclusive).exp2().to(self.dtype),
+            across=total.exp2().to(self.dtype),
+        )
 
 
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
