@@ -80,13 +80,13 @@ def sequences(problem: SSDProblem, inputs: SSDInputs) -> Iterator[Sequence]:
             borders = [0, *changes.tolist(), problem.seqlen]
             for start, stop in pairwise(borders):
                 yield Sequence(slice(row, row + 1), slice(start, stop), slice(0, 1))
-    else:
+    elif problem.seqlen > 0:
         whole = slice(None)
         yield Sequence(whole, whole, whole)
 
 
 def covered_rows(problem: SSDProblem, inputs: SSDInputs, rows: Tensor) -> Tensor:
-    """Zero where no sequence covers a token."""
+    """Zero where no sequence covers a token, whatever stands there."""
     if problem.packing != "cu_seqlens":
         return rows
     kept = torch.zeros_like(rows)
@@ -103,7 +103,7 @@ def shift_rows(y: Tensor) -> Tensor:
 def evaluate(problem: SSDProblem, inputs: SSDInputs) -> SSDOutputs:
     """The whole operation, in the dtype that its products and sums ask for together."""
     dtype = compute_dtype(problem)
-    x = inputs.x.to(dtype)
+    x = covered_rows(problem, inputs, inputs.x.to(dtype))
     y = torch.zeros_like(x)
     final_states: dict[str, Tensor] = {}
     for direction in problem.directions:
@@ -113,11 +113,11 @@ def evaluate(problem: SSDProblem, inputs: SSDInputs) -> SSDOutputs:
             final_states[direction.final_states] = states.to(problem.accumulation_dtype)
     if inputs.D is not None:
         D = inputs.D.to(dtype)
-        skip = (D if problem.D == "channel" else D[..., None]) * x
-        y = y + covered_rows(problem, inputs, skip)
+        y = y + (D if problem.D == "channel" else D[..., None]) * x
+    y = covered_rows(problem, inputs, y)
     pre_gate = y.to(problem.x_dtype) if problem.saves_pre_gate else None
     if inputs.z is not None:
-        y = y * F.silu(inputs.z.to(dtype))
+        y = covered_rows(problem, inputs, y * F.silu(inputs.z.to(dtype)))
     return SSDOutputs(y.to(problem.x_dtype), **final_states, pre_gate=pre_gate)
 
 
@@ -175,6 +175,7 @@ def prepare(
     """A direction's streams in natural time order and x's dtype, and dt after its transform."""
     given = direction.parameters(inputs)
     dt = discretise(given.dt, given.dt_bias, problem.dt_softplus, problem.dt_limit, x.dtype)
+    dt = covered_rows(problem, inputs, dt)
     shape = (problem.nheads, problem.headdim, problem.d_state)
     if given.initial_states is not None:
         states = given.initial_states.to(x.dtype)

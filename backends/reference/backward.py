@@ -38,7 +38,8 @@ def backward(
 ) -> dict[str, Tensor]:
     dtype = compute_dtype(problem)
     sums = GradientSums(inputs, dtype)
-    x, dy = inputs.x.to(dtype), grads.y.to(dtype)
+    x = covered_rows(problem, inputs, inputs.x.to(dtype))
+    dy = grads.y.to(dtype)
     if inputs.z is not None and pre_gate is not None:
         dy, dz = gate_backward(dy, inputs.z.to(dtype), pre_gate.to(dtype))
         sums["z"].copy_(covered_rows(problem, inputs, dz))

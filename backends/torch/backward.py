@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from polyscan.problem import Direction, SSDInputs, SSDOutputs, SSDProblem
+from polyscan.reference import covered_rows
 
 from .._shared.elementwise import discretise_backward, skip_gradient, skip_term
 from .._shared.gradients import GradientSums
@@ -104,7 +105,7 @@ class _DirectionBackward:
         self.adjoints = Passage(
             tiles, not direction.reverse, final, wants_leaving=initial is not None
         )
-        self.ddt = torch.zeros_like(tiles.step_sizes(direction), dtype=tiles.dtype)
+        self.ddt = self.given.dt.new_zeros(self.given.dt.shape, dtype=tiles.dtype)
         size = tiles.chunks.size
         square = tiles.inputs.x.new_ones(size, size, dtype=tiles.dtype)
         # [j, k]: whether token k comes after column j along the direction, and so decays it.
@@ -168,6 +169,7 @@ class _DirectionBackward:
         ddt = discretise_backward(
             self.ddt, given.dt, given.dt_bias, problem.dt_softplus, problem.dt_limit
         )
+        ddt = covered_rows(problem, self.tiles.inputs, ddt)
         self.sums[self.direction.dt].add_(ddt)
         if given.dt_bias is not None:
             self.sums[self.direction.dt_bias].add_(ddt.sum((0, 1)))

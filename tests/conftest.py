@@ -1,0 +1,111 @@
+"""What every test runs under: which backends, which device, and poisoned memory.
+
+``pytest --backend NAME`` (repeatable) runs the named backends only, and fails where one of them
+cannot run here. Without it all installed backends are tested; one that is unavailable shows as
+skipped, with its own reason.
+"""
+
+import pytest
+import torch
+from hypothesis import settings
+
+import polyscan
+
+# A gate must answer the same every time. `--hypothesis-profile=explore` looks for new problems.
+settings.register_profile("gate", derandomize=True, deadline=None, max_examples=60)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile("gate")
+
+# Arguments of tests that stand for a backend's name.
+BACKEND_FIXTURES = ("backend", "backward_backend")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--backend",
+        action="append",
+        metavar="NAME",
+        help="test this backend only, and fail if it cannot run (repeatable)",
+    )
+
+
+def pytest_configure(config):
+    # The problems are tiny. More threads would mostly wait for one another, and by spinning.
+    torch.set_num_threads(1)
+
+
+def pytest_sessionstart(session):
+    installed = polyscan.available_backends()
+    for name in session.config.getoption("backend") or ():
+        if name not in installed:
+            raise pytest.UsageError(f"--backend {name}: installed are {', '.join(installed)}")
+        if not installed[name].available:
+            raise pytest.UsageError(f"--backend {name}: {installed[name].reason}")
+
+
+def pytest_report_header(config):
+    backends = (
+        f"{info.name} ({info.version if info.available else info.reason})"
+        for info in polyscan.available_backends().values()
+    )
+    return [f"device: {_device()}", f"backends: {', '.join(backends)}"]
+
+
+@pytest.hookimpl(trylast=True)  # so that the backend varies fastest, and they share exact values
+def pytest_generate_tests(metafunc):
+    for fixture in BACKEND_FIXTURES:
+        if fixture in metafunc.fixturenames:
+            metafunc.parametrize(fixture, _backends(metafunc.config))
+
+
+def _backends(config):
+    asked_for = config.getoption("backend")
+    return [
+        pytest.param(
+            name,
+            marks=() if info.available else pytest.mark.skip(reason=f"{name}: {info.reason}"),
+        )
+        for name, info in polyscan.available_backends().items()
+        if not asked_for or name in asked_for
+    ]
+
+
+def _device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def device():
+    """Where the tensors of a test live: the GPU, if there is one."""
+    return _device()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _poisoned_memory():
+    """Fill what torch hands out uninitialised, so that an output that nobody wrote shows."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (torch, "empty"),
+            (torch, "empty_like"),
+            (torch, "empty_strided"),
+            (torch.Tensor, "new_empty"),
+        ):
+            patch.setattr(owner, name, _poisoning(getattr(owner, name)))
+        yield
+
+
+def _poisoning(allocate):
+    def poisoned(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        if tensor.is_floating_point() or tensor.is_complex():
+            return tensor.fill_(torch.nan)
+        if tensor.dtype == torch.bool:
+            return tensor.fill_(True)
+        return tensor.fill_(torch.iinfo(tensor.dtype).max // 3)
+
+    return poisoned
