@@ -11,9 +11,10 @@ from torch import Tensor
 from . import dispatch
 from .dispatch import Explanation, Request
 from .hardware import tf32_allowed
+from .masking import Compacted, compact
 from .op import SSD
-from .problem import DirectionName, SSDInputs, SSDOptions, SSDProblem
-from .validation import check_borders, check_dt_limit, check_inputs, check_options
+from .problem import DirectionName, SSDInputs, SSDOptions, SSDOutputs, SSDProblem
+from .validation import check_borders, check_dt_limit, check_inputs, check_mask, check_options
 
 NO_LIMIT = (0.0, math.inf)
 # A hint beyond any sequence says no more than this, and fits into an op's argument.
@@ -45,6 +46,7 @@ def bidi_ssd(
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    mask: Tensor | None = None,
     chunk_size: int | None = None,
     backend: str = "auto",
 ) -> Any:
@@ -68,8 +70,9 @@ def bidi_ssd(
     Args:
         x: (batch, seqlen, nheads, headdim). batch and seqlen may be 0.
         dt: (batch, seqlen, nheads), the step sizes.
-        A: (nheads,), at most 0: exp(dt * A) is the decay. Not checked; a positive A gives the
-            formula's value on the backends ``reference`` and ``torch`` and no promise elsewhere.
+        A: (nheads,), at most 0: exp(dt * A) is the decay. Not checked. A positive A gives the
+            formula's value on the backend ``reference``, on ``torch`` where no product of
+            decays over a chunk overflows, and no promise elsewhere.
         B, C: (batch, seqlen, ngroups, d_state); nheads must be a multiple of ngroups.
         D: (nheads,), (nheads, headdim) or (batch, seqlen, nheads), the skip from x to y.
         z: like x, the gate.
@@ -90,6 +93,9 @@ def bidi_ssd(
             sequence.
         seq_idx: (batch, seqlen), any integers: a sequence ends wherever the number changes. Goes
             with neither states nor cu_seqlens.
+        mask: (batch, seqlen), bool, True for a real token. Exactly as if only the real tokens
+            existed, wherever the padding is; its rows are zero in y and in every gradient. Costs a
+            copy. With cu_seqlens or seq_idx, padding is dropped first.
         chunk_size: a hint how many tokens to compute at a time. Never changes what is computed.
         backend: "auto", or the name of one of :func:`available_backends`. A named backend runs or
             raises; it is never replaced. Without a name, :func:`use_backend` and then the
@@ -113,9 +119,9 @@ def bidi_ssd(
             *(x, dt, A, B, C, D, z, dt_bias, dt_rev, A_rev, B_rev, C_rev, dt_bias_rev),
             *(initial_states, initial_states_rev, cu_seqlens, seq_idx),
         ),
-        *("both", shift, dt_softplus, dt_limit, return_final_states, chunk_size, backend),
+        *("both", shift, dt_softplus, dt_limit, return_final_states, mask, chunk_size, backend),
     )
-    outputs = SSD(call.inputs, call.options, call.request.name)
+    outputs = call.run()
     if outputs.final_states is None or outputs.final_states_rev is None:
         return outputs.y
     return outputs.y, outputs.final_states, outputs.final_states_rev
@@ -139,6 +145,7 @@ def ssd(
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    mask: Tensor | None = None,
     chunk_size: int | None = None,
     backend: str = "auto",
 ) -> Any:
@@ -164,9 +171,9 @@ def ssd(
     direction: DirectionName = "reverse" if reverse else "forward"
     call = _prepare(
         inputs,
-        *(direction, shift, dt_softplus, dt_limit, return_final_states, chunk_size, backend),
+        *(direction, shift, dt_softplus, dt_limit, return_final_states, mask, chunk_size, backend),
     )
-    outputs = SSD(call.inputs, call.options, call.request.name)
+    outputs = call.run()
     final_states = outputs.final_states_rev if reverse else outputs.final_states
     return outputs.y if final_states is None else (outputs.y, final_states)
 
@@ -205,6 +212,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         dt_softplus=given["dt_softplus"],
         dt_limit=given["dt_limit"],
         return_final_states=given["return_final_states"],
+        mask=given["mask"],
         chunk_size=given["chunk_size"],
         backend=given["backend"],
     )
@@ -222,6 +230,13 @@ class _Call(NamedTuple):
     inputs: SSDInputs
     options: SSDOptions
     request: Request
+    padding: Compacted | None
+
+    def run(self) -> SSDOutputs:
+        outputs = SSD(self.inputs, self.options, self.request.name)
+        if self.padding is None:
+            return outputs
+        return outputs._replace(y=self.padding.restore(outputs.y))
 
 
 def _prepare(
@@ -231,6 +246,7 @@ def _prepare(
     dt_softplus: bool,
     dt_limit: tuple[float, float],
     return_final_states: bool,
+    mask: Tensor | None,
     chunk_size: int | None,
     backend: str,
 ) -> _Call:
@@ -242,11 +258,18 @@ def _prepare(
         *check_dt_limit(dt_limit),
         return_final_states,
         chunk_size,
-        tf32_allowed(inputs.x.device),
+        None if torch.compiler.is_compiling() else tf32_allowed(inputs.x.device),
     )
     check_options(inputs, options)
     if chunk_size is not None:
         options = options._replace(chunk_size=min(int(chunk_size), LARGEST_CHUNK_SIZE))
     if direction == "reverse":
         inputs = inputs._replace(initial_states=None, initial_states_rev=inputs.initial_states)
-    return _Call(inputs, options, dispatch.resolve_request(backend))
+    padding = None
+    if mask is not None:
+        check_mask(inputs, mask)
+        if not torch.compiler.is_compiling():
+            check_borders(inputs)  # the op will see only those between real tokens
+        padding = compact(inputs, options, mask)
+        inputs, options = padding.inputs, padding.options
+    return _Call(inputs, options, dispatch.resolve_request(backend), padding)

@@ -63,6 +63,12 @@ class Explanation:
     source: Source
     reasons: MappingProxyType[str, str]
 
+    def __hash__(self) -> int:
+        return hash((self.backend, self.source, frozenset(self.reasons.items())))
+
+    def __reduce__(self) -> tuple[Callable[..., "Explanation"], tuple[object, ...]]:
+        return _explanation, (self.backend, self.source, dict(self.reasons))
+
     def __str__(self) -> str:
         chosen = self.backend or "no backend"
         by = {
@@ -74,6 +80,10 @@ class Explanation:
         lines = [f"{chosen}, by {by}"]
         lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
         return "\n".join(lines)
+
+
+def _explanation(backend: str | None, source: Source, reasons: dict[str, str]) -> Explanation:
+    return Explanation(backend, source, MappingProxyType(reasons))
 
 
 @contextmanager
@@ -130,6 +140,8 @@ def select(problem: SSDProblem, name: str) -> Backend:
 
 def explain(problem: SSDProblem, request: Request) -> Explanation:
     """What :func:`select` would do, with a reason for every backend that it would not take."""
+    if request.name == DEFERRED:
+        request = resolve_request(AUTO)
     chosen, reasons = _choose(problem, request.name)
     passed_over = dict(reasons)
     for name in registry.names():
@@ -190,7 +202,7 @@ def candidates(problem: SSDProblem) -> tuple[str, ...]:
 
 
 def _refusal(problem: SSDProblem, name: str) -> str | None:
-    return registry.unavailable_reason(name) or registry.load(name).unsupported_reason(problem)
+    return registry.unavailable_reason(name) or registry.unsupported_reason(name, problem)
 
 
 def _not_preferred(problem: SSDProblem, request: Request, name: str, chosen: str | None) -> str:

@@ -23,6 +23,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     bool: "bool",
+    bool | None: "bool?",
     float: "float",
     int | None: "int?",
     DirectionName: "str",
@@ -98,9 +99,13 @@ class Operation:
                 gradients = _backward_empty(problem, inputs, grads)
             else:
                 gradients = dict(chosen.backward(problem, inputs, pre_gate, grads))
-        return [
-            gradients[name] for name, wants in zip(SSDInputs._fields, wanted, strict=True) if wants
-        ]
+        names = [name for name, wants in zip(SSDInputs._fields, wanted, strict=True) if wants]
+        missing = [name for name in names if name not in gradients]
+        if missing:
+            raise RuntimeError(
+                f"the backend {chosen.name!r} returned no gradient of {', '.join(missing)}"
+            )
+        return [gradients[name] for name in names]
 
     def _backward_fake(self, *arguments: Any) -> list[Tensor]:
         inputs, _, (*_, wanted, _) = _split(arguments)

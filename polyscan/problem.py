@@ -12,6 +12,8 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .hardware import tf32_allowed
+
 DirectionName = Literal["both", "forward", "reverse"]
 PackingName = Literal["cu_seqlens", "seq_idx"]
 SkipName = Literal["head", "channel", "token"]
@@ -43,7 +45,11 @@ INTEGER_INPUTS = ("cu_seqlens", "seq_idx")
 
 
 class SSDOptions(NamedTuple):
-    """The arguments of one call that are not tensors."""
+    """The arguments of one call that are not tensors.
+
+    ``tf32``: whether float32 products may be rounded to TF32; None in compiled code, which cannot
+    ask torch before it runs.
+    """
 
     direction: DirectionName = "both"
     shift: bool = False
@@ -52,7 +58,7 @@ class SSDOptions(NamedTuple):
     dt_max: float = float("inf")
     return_final_states: bool = False
     chunk_size: int | None = None
-    tf32: bool = False
+    tf32: bool | None = None
 
 
 class SSDOutputs(NamedTuple):
@@ -188,7 +194,7 @@ class SSDProblem:
             return_final_states=options.return_final_states,
             packing=packing,
             chunk_size=options.chunk_size,
-            tf32=options.tf32,
+            tf32=tf32_allowed(inputs.x.device) if options.tf32 is None else options.tf32,
             needs_grad=needs_grad,
         )
 

@@ -32,7 +32,7 @@ def load(name: str) -> Backend:
         own_name = backend.name
     # Whatever a foreign module raises on import, the other backends must go on working.
     except Exception as error:
-        return _Unloadable(name, f"cannot be loaded: {type(error).__name__}: {error}")
+        return _Unloadable(name, f"cannot be loaded: {_describe(error)}")
     if own_name != name:
         return _Unloadable(name, f"calls itself {own_name!r}; the names must agree")
     return backend
@@ -41,7 +41,19 @@ def load(name: str) -> Backend:
 @cache
 def unavailable_reason(name: str) -> str | None:
     """Why the backend cannot run on this machine at all, or None."""
-    return load(name).unavailable_reason()
+    try:
+        return load(name).unavailable_reason()
+    # As on loading: what goes wrong in one backend is that backend's reason.
+    except Exception as error:
+        return f"cannot tell whether it is available: {_describe(error)}"
+
+
+def unsupported_reason(name: str, problem: SSDProblem) -> str | None:
+    """Why the backend cannot do the problem, or None."""
+    try:
+        return load(name).unsupported_reason(problem)
+    except Exception as error:
+        return f"cannot tell whether it supports this: {_describe(error)}"
 
 
 def version(name: str) -> str:
@@ -50,7 +62,7 @@ def version(name: str) -> str:
         return load(name).version()
     # Not worth losing the list of all backends for.
     except Exception as error:
-        return f"unknown ({type(error).__name__}: {error})"
+        return f"unknown ({_describe(error)})"
 
 
 def clear_caches() -> None:
@@ -68,6 +80,10 @@ def _entries() -> Mapping[str, EntryPoint]:
     # Reversed, so that nobody's entry point replaces one of polyscan's own.
     by_name = {entry.name: entry for entry in reversed(found)}
     return MappingProxyType(dict(reversed(by_name.items())))
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class _Unloadable:

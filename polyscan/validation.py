@@ -124,6 +124,19 @@ def _refuse_states_with_seq_idx(name: str) -> None:
     )
 
 
+def check_mask(inputs: SSDInputs, mask: Any) -> None:
+    """``mask`` is (batch, seqlen), bool, beside x."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a tensor, got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must have dtype bool, got {str(mask.dtype).removeprefix('torch.')}")
+    if mask.device != inputs.x.device:
+        raise ValueError(f"mask is on {mask.device}, but x is on {inputs.x.device}")
+    batch, seqlen = inputs.x.shape[:2]
+    if mask.shape != (batch, seqlen):
+        raise ValueError(f"mask must be (batch {batch}, seqlen {seqlen}), got {_shape(mask)}")
+
+
 def check_options(inputs: SSDInputs, options: SSDOptions) -> None:
     """The arguments that are not tensors."""
     for name in ("shift", "dt_softplus", "return_final_states"):

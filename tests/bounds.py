@@ -16,15 +16,11 @@ from torch import Tensor
 
 from cases import Call, Results
 from oracle import expected, straightforward
+from polyscan.checking import FLOAT32, FLOAT32_STEPS, STEPS, TF32
 from polyscan.problem import SSDProblem
 from running import describe
 
 FLOAT64 = 1e-12
-FLOAT32 = 1e-5
-# Sums over seqlen, headdim and d_state of both signs, with the decays' own errors on top.
-FLOAT32_STEPS = 5e-5
-STEPS = tuple(f"grad_{name}{suffix}" for name in ("dt", "A", "dt_bias") for suffix in ("", "_rev"))
-TF32 = 2e-3
 SIXTEEN_BITS = 5e-3
 
 

@@ -5,11 +5,15 @@ cannot run here. Without it all installed backends are tested; one that is unava
 skipped, with its own reason.
 """
 
+import importlib
+import sys
+
 import pytest
 import torch
 from hypothesis import settings
 
 import polyscan
+from polyscan import dispatch
 
 # A gate must answer the same every time. `--hypothesis-profile=explore` looks for new problems.
 settings.register_profile("gate", derandomize=True, deadline=None, max_examples=60)
@@ -85,6 +89,31 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Install a distribution of one module: ``install(module, source, {name: entry point})``."""
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    monkeypatch.syspath_prepend(site)
+    installed = []
+
+    def install(module, source, entries):
+        (site / f"{module}.py").write_text(source, encoding="utf-8")
+        info = site / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        lines = [f"{name} = {value}" for name, value in entries.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[polyscan.backends]", *lines, ""]))
+        importlib.invalidate_caches()
+        installed.append(module)
+        dispatch.clear_caches()
+
+    yield install
+    for module in installed:
+        sys.modules.pop(module, None)
+    dispatch.clear_caches()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _poisoned_memory():
     """Fill what torch hands out uninitialised, so that an output that nobody wrote shows."""
@@ -103,7 +132,8 @@ def _poisoning(allocate):
     def poisoned(*args, **kwargs):
         tensor = allocate(*args, **kwargs)
         if tensor.is_floating_point() or tensor.is_complex():
-            return tensor.fill_(torch.nan)
+            with torch.no_grad():  # some ask for a leaf that requires grad
+                return tensor.fill_(torch.nan)
         if tensor.dtype == torch.bool:
             return tensor.fill_(True)
         return tensor.fill_(torch.iinfo(tensor.dtype).max // 3)

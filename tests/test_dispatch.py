@@ -90,31 +90,6 @@ def nothing_requested(monkeypatch):
 
 
 @pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Install a distribution of one module: ``install(module, source, {name: entry point})``."""
-    site = tmp_path / "site-packages"
-    site.mkdir()
-    monkeypatch.syspath_prepend(site)
-    installed = []
-
-    def install(module, source, entries):
-        (site / f"{module}.py").write_text(source, encoding="utf-8")
-        info = site / f"{module}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-        lines = [f"{name} = {value}" for name, value in entries.items()]
-        (info / "entry_points.txt").write_text("\n".join(["[polyscan.backends]", *lines, ""]))
-        importlib.invalidate_caches()
-        installed.append(module)
-        dispatch.clear_caches()
-
-    yield install
-    for module in installed:
-        sys.modules.pop(module, None)
-    dispatch.clear_caches()
-
-
-@pytest.fixture
 def third_party(install):
     """The module of the package "third-party", with the backends fake and other."""
     install("third_party", MODULE, {"other": "third_party:OTHER", "fake": "third_party:BACKEND"})

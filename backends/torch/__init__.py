@@ -1,7 +1,7 @@
 """Chunked matrix products in plain PyTorch: runs on any device that torch has.
 
 The sequence is cut into chunks; within a chunk both directions become one matrix
-(``intra_chunk.py``), and between chunks only the states pass (``states.py``). Memory is linear in
+(``tiles.py``), and between chunks only the states pass (``states.py``). Memory is linear in
 seqlen: a state per chunk, and blocks of chunks small enough for a processor's cache.
 
 Packed sequences are cut on the host, so on a GPU each call reads the borders back once.

@@ -29,7 +29,7 @@ from .tiles import OutputGradient, Tiles, add_product
 def backward(
     problem: SSDProblem, inputs: SSDInputs, pre_gate: Tensor | None, grads: SSDOutputs
 ) -> dict[str, Tensor]:
-    tiles = Tiles(problem, inputs)
+    tiles = Tiles(problem, inputs, grads.y)
     output_gradient = OutputGradient(tiles, pre_gate, grads.y)
     sums = GradientSums(inputs, tiles.dtype)
     scans = [_DirectionBackward(tiles, direction, grads, sums) for direction in problem.directions]
@@ -120,7 +120,7 @@ class _DirectionBackward:
         side = tiles.side(self.direction, block)
         out = tiles.square("part" if self.direction.reverse else "matrix", block)
         weights = tiles.weights(self.direction, side, block, out)
-        CB = side.C @ side.B.mT
+        CB = tiles.scores(self.direction, side, block)
 
         dCB = torch.mul(dmatrix, weights, out=tiles.square("dCB", block))
         pairs = self._times(dCB, CB, tiles.square("pairs", block))

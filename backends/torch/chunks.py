@@ -20,6 +20,8 @@ from polyscan.reference import sequences
 # a torch call, small enough that the dozen or so of them stay in a processor's cache.
 BLOCK_BYTES = 1 << 21
 DEFAULT_SIZE = 64
+# Work and memory grow with the size, and nothing was ever gained beyond the default.
+LARGEST_SIZE = 256
 
 
 @dataclass(frozen=True)
@@ -134,12 +136,17 @@ class Chunks:
         return (tokens + offset).where(keep, 0), keep
 
 
+def all_finite(*tensors: Tensor | None) -> bool:
+    """Sequences that share a chunk meet as 0 times each other, which is not 0 for NaN and inf."""
+    return all(t is None or not t.is_floating_point() or bool(t.isfinite().all()) for t in tensors)
+
+
 def _like(keep: Tensor, rows: Tensor) -> Tensor:
     return keep.view(*keep.shape, *[1] * (rows.dim() - 1))
 
 
-def cut(problem: SSDProblem, inputs: SSDInputs) -> Chunks:
-    """Cut the sequences of a problem into chunks."""
+def cut(problem: SSDProblem, inputs: SSDInputs, dy: Tensor | None = None) -> Chunks:
+    """Cut the sequences of a problem into chunks; dy is what else will be read with them."""
     seqlen, device = problem.seqlen, problem.device
     pieces = []  # (first token, one past the last, row of the states)
     for sequence in sequences(problem, inputs):
@@ -147,9 +154,13 @@ def cut(problem: SSDProblem, inputs: SSDInputs) -> Chunks:
         for row in range(*sequence.rows.indices(problem.batch)):
             state = row if problem.packing is None else sequence.states.start
             pieces.append((row * seqlen + start, row * seqlen + stop, state))
-    size = problem.chunk_size or DEFAULT_SIZE
+    size = min(problem.chunk_size or DEFAULT_SIZE, LARGEST_SIZE)
     size = max(1, min(size, max((stop - start for start, stop, _ in pieces), default=1)))
-    has_states = problem.has_initial_states or problem.return_final_states
+    may_share = (
+        len(pieces) > problem.batch
+        and not (problem.has_initial_states or problem.return_final_states)
+        and all_finite(*inputs, dy)
+    )
 
     starts: list[int] = []
     ends: list[int] = []
@@ -157,7 +168,7 @@ def cut(problem: SSDProblem, inputs: SSDInputs) -> Chunks:
     shared = False
     for start, stop, state in pieces:
         joins = (
-            not has_states
+            may_share
             and bool(runs)
             and runs[-1][1] == 1
             and ends[-1] == start

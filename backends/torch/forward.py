@@ -63,7 +63,8 @@ def _scan(tiles: Tiles, passages: list[Passage], block: slice) -> Tensor:
         side = tiles.side(direction, block)
         out = tiles.square("part" if direction.reverse else "matrix", block)
         part = tiles.weights(direction, side, block, out)
-        part.unflatten(1, (tiles.problem.ngroups, -1)).mul_((side.C @ side.B.mT)[:, :, None])
+        CB = tiles.scores(direction, side, block)
+        part.unflatten(1, (tiles.problem.ngroups, -1)).mul_(CB[:, :, None])
         part.mul_(side.dt[:, :, None, :])
         matrix = part if matrix is None else matrix.add_(part)
         if states.entering is not None:

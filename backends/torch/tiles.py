@@ -79,11 +79,11 @@ class Side(NamedTuple):
 class Tiles:
     """The arguments of a call, read block by block."""
 
-    def __init__(self, problem: SSDProblem, inputs: SSDInputs) -> None:
+    def __init__(self, problem: SSDProblem, inputs: SSDInputs, dy: Tensor | None = None) -> None:
         self.problem = problem
         self.inputs = inputs
         self.dtype = compute_dtype(problem)
-        self.chunks = cut(problem, inputs)
+        self.chunks = cut(problem, inputs, dy)
         # Flattened once, since that is a copy where the strides do not allow a view.
         self.rows = {
             name: argument.flatten(0, 1)
@@ -171,11 +171,21 @@ class Tiles:
 
     def weights(self, direction: Direction, side: Side, block: slice, out: Tensor) -> Tensor:
         """exp(row_i - col_j) where row i sees column j, else 0: (chunks, nheads, size, size)."""
-        weights = self.hide(direction, side.decay.between(out))
+        return self._hide_all(direction, block, side.decay.between(out))
+
+    def scores(self, direction: Direction, side: Side, block: slice) -> Tensor:
+        """C of row i's source times B_j where row i sees it, else 0: (chunks, ngroups, size, size).
+
+        Zero although the weights are: a product that nobody sees may be infinite.
+        """
+        return self._hide_all(direction, block, side.C @ side.B.mT)
+
+    def _hide_all(self, direction: Direction, block: slice, square: Tensor) -> Tensor:
+        square = self.hide(direction, square)
         if self.chunks.segment is not None:
             segment = self.chunks.take(self.chunks.segment, block)
-            weights.masked_fill_((segment[:, :, None] != segment[:, None, :])[:, None], 0)
-        return weights
+            square.masked_fill_((segment[:, :, None] != segment[:, None, :])[:, None], 0)
+        return square
 
     def _decay(self, dt: Tensor, A: Tensor, reverse: bool) -> Decay:
         wide = torch.float64 if has_float64(dt.device) else dt.dtype

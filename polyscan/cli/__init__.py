@@ -33,6 +33,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=_status)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
+    check = commands.add_parser(
+        "check",
+        help="test whether the backends compute the right thing here",
+        description="Run every backend on calls whose results are known, forward and backward. "
+        "The exit code is 1 if anything failed.",
+    )
+    check.add_argument(
+        "--backend",
+        metavar="NAME",
+        action="append",
+        help="check this backend only, and fail if it cannot run (repeatable)",
+    )
+    check.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="run there (default: the CPU and, if there is one, the current CUDA device)",
+    )
+    check.set_defaults(run=_check)
+
     demo = commands.add_parser(
         "demo",
         help="train a small Hydra on handwritten digits",
@@ -49,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--seed",
         metavar="S",
-        type=int,
+        type=_seed,
         default=0,
         help="of the split and of the weights (default: %(default)s)",
     )
@@ -68,10 +87,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be a whole number below 2**32, got {text}")
+    return int(text)
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -79,6 +103,16 @@ def _status(options: argparse.Namespace) -> int:
 
     print(status())
     return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from .check import check
+
+    try:
+        passed = check(options.backend, options.device)
+    except ValueError as error:  # there is no such backend or device
+        return _fail(str(error))
+    return 0 if passed else 1
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -92,8 +126,9 @@ def _demo(options: argparse.Namespace) -> int:
     from .demo import REQUIRED_ACCURACY, demo
 
     try:
+        options.output.mkdir(parents=True, exist_ok=True)  # before the work, not after it
         accuracy = demo(options.epochs, options.seed, options.output, options.backend)
-    except BackendError as error:  # there is, but it cannot run this
+    except (BackendError, OSError) as error:  # it cannot run this; no such folder
         return _fail(str(error))
     if accuracy < REQUIRED_ACCURACY:
         return _fail(

@@ -2,14 +2,15 @@
 
 import os
 import platform
-from collections.abc import Iterable
 from importlib.metadata import packages_distributions, version
+from textwrap import indent
 
 import torch
 
 import polyscan
 from polyscan.dispatch import ENVIRONMENT_VARIABLE
 from polyscan.hardware import describe_devices
+from polyscan.text import aligned
 
 Row = tuple[str, ...]
 
@@ -25,7 +26,9 @@ def status() -> str:
         "backends": _backends(),
         "choice": _choice(),
     }
-    return "\n\n".join(f"{title}\n{_aligned(rows)}" for title, rows in sections.items())
+    return "\n\n".join(
+        f"{title}\n{indent(aligned(rows), '  ')}" for title, rows in sections.items()
+    )
 
 
 def _versions() -> list[Row]:
@@ -77,17 +80,3 @@ def _explain() -> polyscan.Explanation:
     A = -torch.ones(4)  # (nheads,)
     B = C = torch.ones(1, 64, 1, 16)  # (batch, seqlen, ngroups, d_state)
     return polyscan.explain(x, dt, A, B, C)
-
-
-def _aligned(rows: Iterable[Row]) -> str:
-    """Rows as indented lines; every column but a row's last is as wide as its widest cell."""
-    rows = list(rows)
-    widths: dict[int, int] = {}
-    for row in rows:
-        for column, cell in enumerate(row[:-1]):
-            widths[column] = max(widths.get(column, 0), len(cell))
-    return "\n".join(
-        "  "
-        + "  ".join(cell.ljust(widths.get(column, 0)) for column, cell in enumerate(row)).rstrip()
-        for row in rows
-    )
