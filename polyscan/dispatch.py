@@ -38,8 +38,21 @@ class Preference(NamedTuple):
     order: tuple[str, ...]
 
 
+# Measured on two cores (benchmarks/results/cpu-2-cores.json): numba computes tiles of 32 tokens and
+# loses to torch where most sequences leave theirs half empty.
+SHORT = 48
+
+
+def _long_on_cpu(problem: SSDProblem) -> bool:
+    sequences = problem.nsequences or problem.batch
+    return problem.device.type == "cpu" and problem.batch * problem.seqlen >= SHORT * sequences
+
+
 # The first row that applies decides. Backends that no row names, from other packages, come last.
-PREFERENCES: tuple[Preference, ...] = (Preference("any device", lambda problem: True, ("torch",)),)
+PREFERENCES: tuple[Preference, ...] = (
+    Preference(f"cpu, {SHORT} tokens a sequence or more", _long_on_cpu, ("numba", "torch")),
+    Preference("any", lambda problem: True, ("torch", "numba")),
+)
 
 _context: ContextVar[str | None] = ContextVar("polyscan_backend", default=None)
 

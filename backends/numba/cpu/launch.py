@@ -1,0 +1,278 @@
+"""From torch tensors to the arrays that the kernels take, and back."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyscan.problem import Direction, SSDInputs, SSDOutputs, SSDProblem
+from polyscan.reference import compute_dtype, covered_rows, discretise
+
+from ..._shared.elementwise import discretise_backward
+from ..._shared.gradients import GradientSums
+from .backward import compute_entering_adjoints, scan_backward
+from .forward import scan_forward
+from .products import padded
+from .segments import compute_entering
+from .tile import Rows, Stream
+
+# One call at a time: not every threading layer of Numba lets several threads start its loops.
+_LOCK = Lock()
+
+
+@contextmanager
+def parallel() -> Iterator[None]:
+    """Run kernels, on as many threads as torch would."""
+    with _LOCK:
+        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+        yield
+
+
+class Plan(NamedTuple):
+    """What forward and backward have in common: the arguments as the kernels take them."""
+
+    x: Rows
+    headdim: int
+    forwards: Stream
+    backwards: Stream
+    first: int
+    last: int
+    sequences: Any
+    starts: Any
+
+
+def array(tensor: Tensor) -> Any:
+    """The tensor's memory as NumPy sees it; 16-bit floats as their bits."""
+    if tensor.dtype == torch.float16:
+        tensor = tensor.view(torch.int16)
+    elif tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return tensor.detach().numpy()
+
+
+def rows(tensor: Tensor) -> Rows:
+    """A (batch, seqlen, nheads, headdim) tensor of any strides, without a copy."""
+    extent = 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return Rows(array(tensor.as_strided((extent,), (1,))), *tensor.stride())
+
+
+def no_rows(like: Tensor) -> Rows:
+    return Rows(array(like.new_empty(0)), 0, 0, 0, 0)
+
+
+def plan(problem: SSDProblem, inputs: SSDInputs, units: int) -> Plan:
+    """``units`` is how many independent pieces of work there are before any sequence is cut."""
+    given = {direction.reverse: direction for direction in problem.directions}
+    some = problem.directions[0]
+    return Plan(
+        x=rows(inputs.x),
+        headdim=problem.headdim,
+        forwards=stream(problem, inputs, given.get(False, some)),
+        backwards=stream(problem, inputs, given.get(True, some)),
+        first=0 if False in given else 1,
+        last=2 if True in given else 1,
+        sequences=sequence_numbers(problem, inputs).numpy(),
+        starts=segment_starts(problem, units),
+    )
+
+
+def skip_rows(problem: SSDProblem, inputs: SSDInputs) -> Rows:
+    """D, in any of its three shapes, as if it had x's."""
+    dtype = compute_dtype(problem)
+    if inputs.D is None:
+        return no_rows(inputs.x.new_empty(0, dtype=dtype))
+    D = inputs.D.to(dtype)
+    return rows((D if problem.D == "channel" else D[..., None]).expand(inputs.x.shape))
+
+
+def gate_rows(problem: SSDProblem, inputs: SSDInputs) -> Rows:
+    """z; in x's dtype or that of the computation, so that there are few kernels to compile."""
+    z = inputs.z
+    if z is None:
+        return no_rows(inputs.x)
+    return rows(z if z.dtype == problem.x_dtype else z.to(compute_dtype(problem)))
+
+
+def stream(problem: SSDProblem, inputs: SSDInputs, direction: Direction) -> Stream:
+    dtype = compute_dtype(problem)
+    given = direction.parameters(inputs)
+    dt = discretise(
+        given.dt, given.dt_bias, problem.dt_softplus, problem.dt_limit, problem.accumulation_dtype
+    )
+    initial = given.initial_states
+    if initial is None:
+        initial = inputs.x.new_empty((0, problem.nheads, problem.headdim, problem.d_state))
+    dt = dt.movedim(1, -1).to(dtype).contiguous()
+    A = given.A.to(dtype)
+    return Stream(
+        dt=array(dt),
+        decay=array((dt * A[:, None]).exp_()),
+        A=array(A.contiguous()),
+        B=array(given.B.to(dtype).contiguous()),
+        C=array(given.C.to(dtype).contiguous()),
+        initial=array(initial.to(dtype).contiguous()),
+    )
+
+
+def sequence_numbers(problem: SSDProblem, inputs: SSDInputs) -> Tensor:
+    """(batch, seqlen) int32: the sequence that each token belongs to, -1 where none does."""
+    batch, seqlen = problem.batch, problem.seqlen
+    if inputs.cu_seqlens is not None:
+        borders = inputs.cu_seqlens.contiguous()
+        tokens = torch.arange(seqlen, dtype=borders.dtype)
+        numbers = torch.searchsorted(borders, tokens, right=True) - 1
+        numbers.masked_fill_((tokens < borders[0]) | (tokens >= borders[-1]), -1)
+        return numbers.to(torch.int32)[None]
+    if inputs.seq_idx is not None:
+        changes = inputs.seq_idx[:, 1:] != inputs.seq_idx[:, :-1]
+        numbers = torch.zeros(batch, seqlen, dtype=torch.int32)
+        numbers[:, 1:] = changes.cumsum(1)
+        return numbers
+    return torch.arange(batch, dtype=torch.int32)[:, None].repeat(1, seqlen)
+
+
+def segment_starts(problem: SSDProblem, units: int) -> Any:
+    """Where the segments begin, and where the last one ends; several only where tasks are few."""
+    segments = -(-torch.get_num_threads() // units)
+    return np.linspace(0, problem.seqlen, min(segments, problem.seqlen) + 1).astype(np.int64)
+
+
+def no_states(problem: SSDProblem, p: Plan) -> Any:
+    """(direction, batch, nheads, segments, d_state, headdim), padded: zero enters every segment."""
+    dtype = p.forwards.dt.dtype
+    sizes = padded(problem.d_state, problem.headdim, dtype.itemsize)
+    return np.zeros((2, problem.batch, problem.nheads, len(p.starts) - 1, *sizes), dtype)
+
+
+def forward(problem: SSDProblem, inputs: SSDInputs) -> SSDOutputs:
+    p = plan(problem, inputs, units=problem.batch * problem.nheads)
+    outputs = problem.allocate_outputs(inputs)
+    final = tuple(final_states(problem, inputs, outputs, reverse) for reverse in (False, True))
+    pre_gate = no_rows(inputs.x) if outputs.pre_gate is None else rows(outputs.pre_gate)
+    skip, gate = skip_rows(problem, inputs), gate_rows(problem, inputs)
+    entering = no_states(problem, p)
+    with parallel():
+        if len(p.starts) > 2:
+            compute_entering(entering, *p)
+        scan_forward(*p, int(problem.shift), entering, skip, gate, rows(outputs.y), pre_gate, final)
+    return outputs
+
+
+def final_states(problem: SSDProblem, inputs: SSDInputs, outputs: SSDOutputs, reverse: bool) -> Any:
+    """Where a direction's final states go, filled with what an empty sequence leaves."""
+    for direction in problem.directions:
+        states: Tensor | None = getattr(outputs, direction.final_states)
+        if direction.reverse == reverse and states is not None:
+            initial = direction.parameters(inputs).initial_states
+            states.zero_() if initial is None else states.copy_(initial)
+            return states.numpy()
+    shape = (0, problem.nheads, problem.headdim, problem.d_state)
+    return np.empty(shape, array(inputs.x.new_empty(0, dtype=problem.accumulation_dtype)).dtype)
+
+
+def backward(
+    problem: SSDProblem, inputs: SSDInputs, pre_gate: Tensor | None, grads: SSDOutputs
+) -> dict[str, Tensor]:
+    p = plan(problem, inputs, units=problem.batch * problem.ngroups)
+    dtype, x = compute_dtype(problem), inputs.x
+    sums = GradientSums(inputs, dtype)
+    skip, gate = skip_rows(problem, inputs), gate_rows(problem, inputs)
+    dy = rows(grads.y.to(problem.x_dtype))
+    before = no_rows(x) if pre_gate is None else rows(pre_gate)
+    dx = x.new_empty(x.shape)
+    dz = None
+    if inputs.z is not None:
+        dz = x.new_empty(x.shape, dtype=x.dtype if inputs.z.dtype == x.dtype else dtype)
+    segments = len(p.starts) - 1
+    D_parts = x.new_zeros(
+        (problem.batch, segments, problem.nheads, problem.headdim)
+        if problem.D in ("head", "channel")
+        else (0, 0, 0, 0),
+        dtype=dtype,
+    )
+    D_tokens = sums["D"] if problem.D == "token" else x.new_empty((0, 0, 0), dtype=dtype)
+    sides = [_Side(problem, inputs, grads, sums, reverse, segments) for reverse in (False, True)]
+    dfinal = tuple(array(side.dfinal) for side in sides)
+
+    shift = int(problem.shift)
+    entering, adjoints = no_states(problem, p), no_states(problem, p)
+    targets = (
+        *(rows(dx), no_rows(x) if dz is None else rows(dz)),
+        *(tuple(array(getattr(s, name)) for s in sides) for name in ("ddt", "dA", "dB", "dC")),
+        *(array(D_tokens), array(D_parts)),
+        tuple(array(side.dinitial) for side in sides),
+    )
+    with parallel():
+        if len(p.starts) > 2:
+            compute_entering(entering, *p)
+            compute_entering_adjoints(adjoints, *p, shift, gate, before, dy, dfinal)
+        scan_backward(*p, shift, entering, adjoints, skip, gate, before, dy, dfinal, *targets)
+    for side in sides:
+        side.finish()
+    if problem.D in ("head", "channel"):
+        parts = D_parts.sum((0, 1))
+        sums["D"].copy_(parts if problem.D == "channel" else parts.sum(-1))
+    gradients = {**sums.result(), "x": dx}
+    if inputs.z is not None and dz is not None:
+        gradients["z"] = dz.to(inputs.z.dtype)
+    return gradients
+
+
+class _Side:
+    """Where one direction's gradients go. Without such a direction, to nowhere."""
+
+    def __init__(
+        self,
+        problem: SSDProblem,
+        inputs: SSDInputs,
+        grads: SSDOutputs,
+        sums: GradientSums,
+        reverse: bool,
+        segments: int,
+    ) -> None:
+        self.problem = problem
+        self.inputs = inputs
+        self.sums = sums
+        self.direction = next((d for d in problem.directions if d.reverse == reverse), None)
+        new = partial(inputs.x.new_zeros, dtype=compute_dtype(problem))
+        self.dinitial = self.dfinal = new((0, problem.nheads, problem.headdim, problem.d_state))
+        if self.direction is None:
+            self.ddt = self.dA = new((0, 0, 0))
+            self.dB = self.dC = new((0, 0, 0, 0))
+            return
+        self.ddt = new((problem.batch, problem.nheads, problem.seqlen))
+        self.dA = new((problem.batch, segments, problem.nheads))
+        self.dB, self.dC = sums[self.direction.B], sums[self.direction.C]
+        dfinal = getattr(grads, self.direction.final_states)
+        if dfinal is not None:
+            self.dfinal = dfinal.to(self.ddt.dtype).contiguous()
+        if self.direction.parameters(inputs).initial_states is not None:
+            self.dinitial = sums[self.direction.initial_states]
+            if dfinal is not None:
+                self.dinitial.copy_(dfinal)  # of an empty sequence, it is the gradient
+
+    def finish(self) -> None:
+        """Add up dA, and take the gradient of dt back through clamp, softplus and bias."""
+        if self.direction is None:
+            return
+        given = self.direction.parameters(self.inputs)
+        ddt = discretise_backward(
+            self.ddt.movedim(-1, 1),
+            given.dt,
+            given.dt_bias,
+            self.problem.dt_softplus,
+            self.problem.dt_limit,
+        )
+        ddt = covered_rows(self.problem, self.inputs, ddt)
+        self.sums[self.direction.A].add_(self.dA.sum((0, 1)))
+        self.sums[self.direction.dt].add_(ddt)
+        if given.dt_bias is not None:
+            self.sums[self.direction.dt_bias].add_(ddt.sum((0, 1)))
