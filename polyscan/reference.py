@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from .problem import Direction, DirectionName, SSDInputs, SSDOptions, SSDOutputs, SSDProblem
 
 # log1p(exp(v)) is v to the last bit of a double from here on, and exp(v) still far from overflow.
-_SOFTPLUS_THRESHOLD = 40.0
+SOFTPLUS_THRESHOLD = 40.0
 
 
 def discretise(
@@ -30,7 +30,7 @@ def discretise(
     if dt_bias is not None:
         dt = dt + dt_bias.to(dtype)
     if softplus:
-        dt = F.softplus(dt, threshold=_SOFTPLUS_THRESHOLD)
+        dt = F.softplus(dt, threshold=SOFTPLUS_THRESHOLD)
     return dt.clamp(*limit)
 
 

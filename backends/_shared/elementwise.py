@@ -4,6 +4,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from polyscan.problem import SkipName
+from polyscan.reference import SOFTPLUS_THRESHOLD
 
 
 def discretise_backward(
@@ -22,7 +23,7 @@ def discretise_backward(
     if dt_bias is not None:
         raw = raw + dt_bias.to(ddt.dtype)
     low, high = limit
-    step = F.softplus(raw, threshold=40.0) if softplus else raw
+    step = F.softplus(raw, threshold=SOFTPLUS_THRESHOLD) if softplus else raw
     ddt = ddt.masked_fill((step < low) | (step > high), 0)
     return ddt * raw.sigmoid() if softplus else ddt
 

@@ -3,7 +3,7 @@
 The CPU half is in ``cpu/``. Numba is imported on first use.
 """
 
-from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from torch import Tensor
@@ -15,7 +15,10 @@ class NumbaBackend:
     name = "numba"
 
     def version(self) -> str:
-        return "numba " + _version()
+        try:
+            return "numba " + version("numba")
+        except PackageNotFoundError:
+            return "numba (not installed)"
 
     def unavailable_reason(self) -> str | None:
         if find_spec("numba") is None:
@@ -38,16 +41,6 @@ class NumbaBackend:
         from .cpu import launch
 
         return launch.backward(problem, inputs, pre_gate, grads)
-
-
-@cache
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("numba")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 BACKEND = NumbaBackend()

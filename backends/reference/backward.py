@@ -29,7 +29,7 @@ from polyscan.reference import (
     sequences,
 )
 
-from .._shared.elementwise import discretise_backward, gate_backward, skip_gradient, skip_term
+from .._shared.elementwise import gate_backward, skip_gradient, skip_term
 from .._shared.gradients import GradientSums
 
 
@@ -85,16 +85,12 @@ def _add_direction(
 
     A = given.A.to(x.dtype)
     ddt = (dstreams.v * x).sum(-1) + dstreams.log_decay * A
-    ddt = discretise_backward(ddt, given.dt, given.dt_bias, problem.dt_softplus, problem.dt_limit)
-    ddt = covered_rows(problem, inputs, ddt)
+    sums.add_step_sizes(problem, direction, ddt)
     per_group = (problem.ngroups, problem.heads_per_group)
     sums["x"].add_(dt[..., None] * dstreams.v)
-    sums[direction.dt].add_(ddt)
     sums[direction.A].add_((dt * dstreams.log_decay).sum((0, 1)))
     sums[direction.B].add_(dstreams.B.unflatten(2, per_group).sum(3))
     sums[direction.C].add_(dstreams.C.unflatten(2, per_group).sum(3))
-    if given.dt_bias is not None:
-        sums[direction.dt_bias].add_(ddt.sum((0, 1)))
     if given.initial_states is not None:
         sums[direction.initial_states].add_(dstates)
 

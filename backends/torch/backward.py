@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from polyscan.problem import Direction, SSDInputs, SSDOutputs, SSDProblem
-from polyscan.reference import covered_rows
 
-from .._shared.elementwise import discretise_backward, skip_gradient, skip_term
+from .._shared.elementwise import skip_gradient, skip_term
 from .._shared.gradients import GradientSums
 from .states import Passage, pass_all, per_head
 from .tiles import OutputGradient, Tiles, add_product
@@ -53,8 +52,7 @@ def backward(
         tiles.chunks.put(dx.flatten(0, 1), block, dx_block)
     for scan in scans:
         scan.finish()
-    gradients = {**sums.result(), "x": dx}
-    return gradients if dz is None else {**gradients, "z": dz}
+    return sums.result(x=dx) if dz is None else sums.result(x=dx, z=dz)
 
 
 def _scan_backward(
@@ -160,19 +158,13 @@ class _DirectionBackward:
 
     def finish(self) -> None:
         """The gradients of the initial states, and of dt before clamp, softplus and bias."""
-        problem, given, adjoints = self.tiles.problem, self.given, self.adjoints
+        adjoints = self.adjoints
         if adjoints.leaving is not None:
             total = self.sums[self.direction.initial_states]
             if adjoints.initial is not None:
                 total.copy_(adjoints.initial)  # an empty sequence hands it through
             total[self.tiles.chunks.run_state] = adjoints.leaving
-        ddt = discretise_backward(
-            self.ddt, given.dt, given.dt_bias, problem.dt_softplus, problem.dt_limit
-        )
-        ddt = covered_rows(problem, self.tiles.inputs, ddt)
-        self.sums[self.direction.dt].add_(ddt)
-        if given.dt_bias is not None:
-            self.sums[self.direction.dt_bias].add_(ddt.sum((0, 1)))
+        self.sums.add_step_sizes(self.tiles.problem, self.direction, self.ddt)
 
     def _between(self, pairs: Tensor, block: slice) -> Tensor:
         """For every k the sum of pairs[i, j] over the rows and columns that k lies between."""

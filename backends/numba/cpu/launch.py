@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from polyscan.problem import Direction, SSDInputs, SSDOutputs, SSDProblem
-from polyscan.reference import compute_dtype, covered_rows, discretise
+from polyscan.reference import compute_dtype, discretise
 
-from ..._shared.elementwise import discretise_backward
 from ..._shared.gradients import GradientSums
 from .backward import compute_entering_adjoints, scan_backward
 from .forward import scan_forward
@@ -72,11 +71,12 @@ def plan(problem: SSDProblem, inputs: SSDInputs, units: int) -> Plan:
     """``units`` is how many independent pieces of work there are before any sequence is cut."""
     given = {direction.reverse: direction for direction in problem.directions}
     some = problem.directions[0]
+    stream = _Streams(problem, inputs)
     return Plan(
         x=rows(inputs.x),
         headdim=problem.headdim,
-        forwards=stream(problem, inputs, given.get(False, some)),
-        backwards=stream(problem, inputs, given.get(True, some)),
+        forwards=stream.read(given.get(False, some)),
+        backwards=stream.read(given.get(True, some)),
         first=0 if False in given else 1,
         last=2 if True in given else 1,
         sequences=sequence_numbers(problem, inputs).numpy(),
@@ -101,25 +101,47 @@ def gate_rows(problem: SSDProblem, inputs: SSDInputs) -> Rows:
     return rows(z if z.dtype == problem.x_dtype else z.to(compute_dtype(problem)))
 
 
-def stream(problem: SSDProblem, inputs: SSDInputs, direction: Direction) -> Stream:
-    dtype = compute_dtype(problem)
-    given = direction.parameters(inputs)
-    dt = discretise(
-        given.dt, given.dt_bias, problem.dt_softplus, problem.dt_limit, problem.accumulation_dtype
-    )
-    initial = given.initial_states
-    if initial is None:
-        initial = inputs.x.new_empty((0, problem.nheads, problem.headdim, problem.d_state))
-    dt = dt.movedim(1, -1).to(dtype).contiguous()
-    A = given.A.to(dtype)
-    return Stream(
-        dt=array(dt),
-        decay=array((dt * A[:, None]).exp_()),
-        A=array(A.contiguous()),
-        B=array(given.B.to(dtype).contiguous()),
-        C=array(given.C.to(dtype).contiguous()),
-        initial=array(initial.to(dtype).contiguous()),
-    )
+class _Streams:
+    """Reads the directions' arguments; what both share is converted once."""
+
+    def __init__(self, problem: SSDProblem, inputs: SSDInputs) -> None:
+        self.problem = problem
+        self.inputs = inputs
+        self.dtype = compute_dtype(problem)
+        self.argument = cache(self._argument)
+        self.step_sizes = cache(self._step_sizes)
+
+    def read(self, direction: Direction) -> Stream:
+        problem = self.problem
+        initial = direction.parameters(self.inputs).initial_states
+        if initial is None:
+            shape = (0, problem.nheads, problem.headdim, problem.d_state)
+            initial = self.inputs.x.new_empty(shape)
+        dt, A = self.step_sizes(direction.dt, direction.dt_bias), self.argument(direction.A)
+        return Stream(
+            dt=array(dt),
+            decay=array((dt * A[:, None]).exp_()),
+            A=array(A),
+            B=array(self.argument(direction.B)),
+            C=array(self.argument(direction.C)),
+            initial=array(initial.to(self.dtype).contiguous()),
+        )
+
+    def _argument(self, name: str) -> Tensor:
+        argument: Tensor = getattr(self.inputs, name)
+        return argument.to(self.dtype).contiguous()
+
+    def _step_sizes(self, dt: str, dt_bias: str) -> Tensor:
+        """dt after bias, softplus and clamp: (batch, nheads, seqlen)."""
+        problem = self.problem
+        steps = discretise(
+            getattr(self.inputs, dt),
+            getattr(self.inputs, dt_bias),
+            problem.dt_softplus,
+            problem.dt_limit,
+            problem.accumulation_dtype,
+        )
+        return steps.movedim(1, -1).to(self.dtype).contiguous()
 
 
 def sequence_numbers(problem: SSDProblem, inputs: SSDInputs) -> Tensor:
@@ -220,10 +242,9 @@ def backward(
     if problem.D in ("head", "channel"):
         parts = D_parts.sum((0, 1))
         sums["D"].copy_(parts if problem.D == "channel" else parts.sum(-1))
-    gradients = {**sums.result(), "x": dx}
-    if inputs.z is not None and dz is not None:
-        gradients["z"] = dz.to(inputs.z.dtype)
-    return gradients
+    if inputs.z is None or dz is None:
+        return sums.result(x=dx)
+    return sums.result(x=dx, z=dz.to(inputs.z.dtype))
 
 
 class _Side:
@@ -239,7 +260,6 @@ class _Side:
         segments: int,
     ) -> None:
         self.problem = problem
-        self.inputs = inputs
         self.sums = sums
         self.direction = next((d for d in problem.directions if d.reverse == reverse), None)
         new = partial(inputs.x.new_zeros, dtype=compute_dtype(problem))
@@ -263,16 +283,5 @@ class _Side:
         """Add up dA, and take the gradient of dt back through clamp, softplus and bias."""
         if self.direction is None:
             return
-        given = self.direction.parameters(self.inputs)
-        ddt = discretise_backward(
-            self.ddt.movedim(-1, 1),
-            given.dt,
-            given.dt_bias,
-            self.problem.dt_softplus,
-            self.problem.dt_limit,
-        )
-        ddt = covered_rows(self.problem, self.inputs, ddt)
         self.sums[self.direction.A].add_(self.dA.sum((0, 1)))
-        self.sums[self.direction.dt].add_(ddt)
-        if given.dt_bias is not None:
-            self.sums[self.direction.dt_bias].add_(ddt.sum((0, 1)))
+        self.sums.add_step_sizes(self.problem, self.direction, self.ddt.movedim(-1, 1))
