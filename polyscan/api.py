@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from . import dispatch
+from . import dispatch, eager
 from .dispatch import Explanation, Request
+from .eager import Signature
 from .hardware import tf32_allowed
 from .masking import Compacted, compact
 from .op import SSD
@@ -231,9 +232,10 @@ class _Call(NamedTuple):
     options: SSDOptions
     request: Request
     padding: Compacted | None
+    signature: Signature | None
 
     def run(self) -> SSDOutputs:
-        outputs = SSD(self.inputs, self.options, self.request.name)
+        outputs = SSD(self.inputs, self.options, self.request.name, self.signature)
         if self.padding is None:
             return outputs
         return outputs._replace(y=self.padding.restore(outputs.y))
@@ -250,7 +252,8 @@ def _prepare(
     chunk_size: int | None,
     backend: str,
 ) -> _Call:
-    check_inputs(inputs)
+    signature = eager.signature(inputs)
+    eager.recall(signature, check_inputs, inputs)
     options = SSDOptions(
         direction,
         shift,
@@ -265,6 +268,7 @@ def _prepare(
         options = options._replace(chunk_size=min(int(chunk_size), LARGEST_CHUNK_SIZE))
     if direction == "reverse":
         inputs = inputs._replace(initial_states=None, initial_states_rev=inputs.initial_states)
+        signature = eager.signature(inputs)
     padding = None
     if mask is not None:
         check_mask(inputs, mask)
@@ -272,4 +276,5 @@ def _prepare(
             check_borders(inputs)  # the op will see only those between real tokens
         padding = compact(inputs, options, mask)
         inputs, options = padding.inputs, padding.options
-    return _Call(inputs, options, dispatch.resolve_request(backend), padding)
+        signature = eager.signature(inputs)
+    return _Call(inputs, options, dispatch.resolve_request(backend), padding, signature)

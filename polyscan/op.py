@@ -5,8 +5,7 @@ and options, so a further operation needs no plumbing of its own. The ops are op
 the backend is chosen inside them, where sizes are plain ints.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -14,7 +13,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import dispatch
+from .backend import Backend
+from .eager import Signature, is_plain, recall, signature
 from .errors import SecondDerivativeError
+from .hardware import tf32_allowed
 from .problem import DirectionName, SSDInputs, SSDOptions, SSDOutputs, SSDProblem
 from .validation import check_borders
 
@@ -30,8 +32,20 @@ _SCHEMA_TYPES: dict[Any, str] = {
 }
 
 
+class _Terms(NamedTuple):
+    """What one call holds besides its tensors.
+
+    ``backend`` is a name, "auto", or where compiled code defers the choice, empty. ``signature`` is
+    that of the inputs, None where the call is not plain.
+    """
+
+    options: SSDOptions
+    backend: str
+    signature: Signature | None
+
+
 class _Saved(NamedTuple):
-    """The further arguments of the backward op."""
+    """The further tensors that the backward reads."""
 
     dy: Tensor
     dfinal_states: Tensor | None
@@ -46,41 +60,86 @@ class Operation:
         self.problem = problem
         inputs, options = _schema(SSDInputs), _schema(SSDOptions)
         name = problem.operation
-        self._forward = self._define(
+        self._forward_op = self._define(
             f"{name}_forward({inputs}, {options}, bool needs_grad, str backend) -> Tensor[]",
             self._forward_real,
             self._forward_fake,
         )
-        self._backward = self._define(
+        self._backward_op = self._define(
             f"{name}_backward({inputs}, {options}, {_schema(_Saved)}, bool[] wanted, str backend)"
             " -> Tensor[]",
             self._backward_real,
             self._backward_fake,
         )
 
-    def __call__(self, inputs: SSDInputs, options: SSDOptions, backend: str) -> SSDOutputs:
-        """Run on valid arguments; ``backend`` is a name or "auto"."""
+    def __call__(
+        self, inputs: SSDInputs, options: SSDOptions, backend: str, signature: Signature | None
+    ) -> SSDOutputs:
+        """Run on valid arguments."""
+        terms = _Terms(options, backend, signature)
         needs_grad = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in inputs
         )
         # Forward-mode derivatives are refused by the Function; past it they would be lost silently.
         if needs_grad or forward_ad._current_level >= 0:
-            outputs = _Run.apply(self, options, backend, *inputs)  # type: ignore[no-untyped-call]
+            outputs = _Run.apply(self, terms, *inputs)  # type: ignore[no-untyped-call]
         else:
-            outputs = self._forward(*inputs, *options, False, backend)
+            outputs = self.forward(inputs, terms, needs_grad=False)
         return self._unflatten(outputs, options)
+
+    # A plain call goes past the dispatcher, which costs as much as everything else together.
+
+    def forward(self, inputs: SSDInputs, terms: _Terms, needs_grad: bool) -> Sequence[Tensor]:
+        if terms.signature is not None:
+            return self._compute(inputs, terms, needs_grad)
+        outputs: list[Tensor] = self._forward_op(*inputs, *terms.options, needs_grad, terms.backend)
+        return outputs
+
+    def backward(
+        self, inputs: SSDInputs, terms: _Terms, saved: _Saved, wanted: Sequence[bool]
+    ) -> Sequence[Tensor]:
+        if terms.signature is not None and is_plain((*inputs, *saved)):
+            return self._differentiate(inputs, terms, saved, wanted)
+        gradients: list[Tensor] = self._backward_op(
+            *inputs, *terms.options, *saved, list(wanted), terms.backend
+        )
+        return gradients
+
+    def _compute(self, inputs: SSDInputs, terms: _Terms, needs_grad: bool) -> list[Tensor]:
+        check_borders(inputs)
+        problem, backend = self._choose(inputs, terms, needs_grad)
+        compute = _forward_empty if problem.is_empty else backend.forward
+        return _flatten(_apart(compute, problem, inputs))
+
+    def _differentiate(
+        self, inputs: SSDInputs, terms: _Terms, saved: _Saved, wanted: Sequence[bool]
+    ) -> list[Tensor]:
+        problem, backend = self._choose(inputs, terms, needs_grad=True)
+        grads = SSDOutputs(saved.dy, saved.dfinal_states, saved.dfinal_states_rev)
+        compute = _backward_empty if problem.is_empty else backend.backward
+        gradients = _apart(compute, problem, inputs, saved.pre_gate, grads)
+        names = [name for name, wants in zip(SSDInputs._fields, wanted, strict=True) if wants]
+        missing = [name for name in names if name not in gradients]
+        if missing:
+            raise RuntimeError(
+                f"the backend {backend.name!r} returned no gradient of {', '.join(missing)}"
+            )
+        return [gradients[name] for name in names]
+
+    def _choose(
+        self, inputs: SSDInputs, terms: _Terms, needs_grad: bool
+    ) -> tuple[SSDProblem, Backend]:
+        options = terms.options
+        if options.tf32 is None:
+            options = options._replace(tf32=tf32_allowed(inputs.x.device))
+        problem = recall(terms.signature, self.problem.describe, inputs, options, needs_grad)
+        return problem, dispatch.select(problem, terms.backend)
 
     # The two ops. Their signatures are the schemas: inputs, options, and what is named after them.
 
     def _forward_real(self, *arguments: Any) -> list[Tensor]:
         inputs, options, (needs_grad, backend) = _split(arguments)
-        check_borders(inputs)
-        problem = self.problem.describe(inputs, options, needs_grad)
-        chosen = dispatch.select(problem, backend)
-        with _plain(problem.device):
-            if problem.is_empty:
-                return _flatten(_forward_empty(problem, inputs))
-            return _flatten(chosen.forward(problem, inputs))
+        return self._compute(inputs, _Terms(options, backend, signature(inputs)), needs_grad)
 
     def _forward_fake(self, *arguments: Any) -> list[Tensor]:
         inputs, options, (needs_grad, _) = _split(arguments)
@@ -88,24 +147,9 @@ class Operation:
         return _flatten(problem.allocate_outputs(inputs))
 
     def _backward_real(self, *arguments: Any) -> list[Tensor]:
-        inputs, options, rest = _split(arguments)
-        *saved, wanted, backend = rest
-        dy, dfinal_states, dfinal_states_rev, pre_gate = saved
-        grads = SSDOutputs(dy, dfinal_states, dfinal_states_rev)
-        problem = self.problem.describe(inputs, options, needs_grad=True)
-        chosen = dispatch.select(problem, backend)
-        with _plain(problem.device):
-            if problem.is_empty:
-                gradients = _backward_empty(problem, inputs, grads)
-            else:
-                gradients = dict(chosen.backward(problem, inputs, pre_gate, grads))
-        names = [name for name, wants in zip(SSDInputs._fields, wanted, strict=True) if wants]
-        missing = [name for name in names if name not in gradients]
-        if missing:
-            raise RuntimeError(
-                f"the backend {chosen.name!r} returned no gradient of {', '.join(missing)}"
-            )
-        return [gradients[name] for name in names]
+        inputs, options, (*saved, wanted, backend) = _split(arguments)
+        terms = _Terms(options, backend, signature(inputs))
+        return self._differentiate(inputs, terms, _Saved(*saved), wanted)
 
     def _backward_fake(self, *arguments: Any) -> list[Tensor]:
         inputs, _, (*_, wanted, _) = _split(arguments)
@@ -137,43 +181,44 @@ class _Run(torch.autograd.Function):
     """The forward with its derivative; saves the inputs and, for the gate, what stood before it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, operation: Operation, options: SSDOptions, backend: str, *inputs: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        outputs = operation._forward(*inputs, *options, True, backend)
+    def forward(ctx: Any, operation: Operation, terms: _Terms, *tensors: Any) -> tuple[Tensor, ...]:
+        inputs = SSDInputs(*tensors)
+        outputs = operation.forward(inputs, terms, needs_grad=True)
         pre_gate = None
-        if inputs[SSDInputs._fields.index("z")] is not None:
+        if inputs.z is not None:
             *outputs, pre_gate = outputs
         ctx.save_for_backward(*inputs, pre_gate)
         ctx.set_materialize_grads(False)
-        ctx.operation, ctx.options, ctx.backend = operation, options, backend
+        ctx.operation, ctx.terms = operation, terms
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         *inputs, pre_gate = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3:]
-        dy, dfinal_states, dfinal_states_rev, _ = ctx.operation._unflatten(grads, ctx.options)
+        wanted = ctx.needs_input_grad[2:]
+        dy, dfinal_states, dfinal_states_rev, _ = ctx.operation._unflatten(grads, ctx.terms.options)
         if dy is None:
             dy = inputs[0].new_zeros(()).expand(inputs[0].shape)
-        arguments = (
-            *(*inputs, *ctx.options),
-            *(dy, dfinal_states, dfinal_states_rev, pre_gate),
-            *(list(wanted), ctx.backend),
-        )
-        if torch.is_grad_enabled():
-            gradients = iter(_Gradient.apply(ctx.operation, *arguments))  # type: ignore[no-untyped-call]
-        else:
-            gradients = iter(ctx.operation._backward(*arguments))
-        return (None, None, None, *(next(gradients) if wants else None for wants in wanted))
+        saved = (dy, dfinal_states, dfinal_states_rev, pre_gate)
+        differentiate = _Gradient.apply if torch.is_grad_enabled() else _gradient
+        gradients = iter(differentiate(ctx.operation, ctx.terms, wanted, *inputs, *saved))
+        return (None, None, *(next(gradients) if wants else None for wants in wanted))
+
+
+def _gradient(
+    operation: Operation, terms: _Terms, wanted: Sequence[bool], *tensors: Any
+) -> Sequence[Tensor]:
+    n_inputs = len(SSDInputs._fields)
+    inputs, saved = SSDInputs(*tensors[:n_inputs]), _Saved(*tensors[n_inputs:])
+    return operation.backward(inputs, terms, saved, wanted)
 
 
 class _Gradient(torch.autograd.Function):
     """The backward under ``create_graph=True``: differentiating it once more must fail loudly."""
 
     @staticmethod
-    def forward(ctx: Any, operation: Operation, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(operation._backward(*arguments))
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(_gradient(*arguments))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
@@ -197,7 +242,9 @@ def _forward_empty(problem: SSDProblem, inputs: SSDInputs) -> SSDOutputs:
     return outputs
 
 
-def _backward_empty(problem: SSDProblem, inputs: SSDInputs, grads: SSDOutputs) -> dict[str, Tensor]:
+def _backward_empty(
+    problem: SSDProblem, inputs: SSDInputs, pre_gate: Tensor | None, grads: SSDOutputs
+) -> dict[str, Tensor]:
     gradients = {
         name: t.new_zeros(t.shape)
         for name, t in zip(inputs._fields, inputs, strict=True)
@@ -210,13 +257,14 @@ def _backward_empty(problem: SSDProblem, inputs: SSDInputs, grads: SSDOutputs) -
     return gradients
 
 
-def _plain(device: torch.device) -> ExitStack:
-    """Backends see no autograd, and the tensors that were passed: autocast changes none of them."""
-    stack = ExitStack()
-    stack.enter_context(torch.no_grad())
-    if torch.is_autocast_enabled(device.type):
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-    return stack
+def _apart(compute: Callable[..., Any], problem: SSDProblem, *arguments: Any) -> Any:
+    """Compute without autograd, and on the tensors that were passed: autocast changes none."""
+    device = problem.device.type
+    with torch.set_grad_enabled(False):  # half the cost of torch.no_grad()
+        if not torch.is_autocast_enabled(device):
+            return compute(problem, *arguments)
+        with torch.autocast(device, enabled=False):
+            return compute(problem, *arguments)
 
 
 def _split(arguments: Sequence[Any]) -> tuple[SSDInputs, SSDOptions, Sequence[Any]]:

@@ -12,8 +12,6 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .hardware import tf32_allowed
-
 DirectionName = Literal["both", "forward", "reverse"]
 PackingName = Literal["cu_seqlens", "seq_idx"]
 SkipName = Literal["head", "channel", "token"]
@@ -48,7 +46,7 @@ class SSDOptions(NamedTuple):
     """The arguments of one call that are not tensors.
 
     ``tf32``: whether float32 products may be rounded to TF32; None in compiled code, which cannot
-    ask torch before it runs.
+    ask torch before it runs, and whose op then asks.
     """
 
     direction: DirectionName = "both"
@@ -194,7 +192,7 @@ class SSDProblem:
             return_final_states=options.return_final_states,
             packing=packing,
             chunk_size=options.chunk_size,
-            tf32=tf32_allowed(inputs.x.device) if options.tf32 is None else options.tf32,
+            tf32=bool(options.tf32),
             needs_grad=needs_grad,
         )
 
@@ -223,19 +221,13 @@ class SSDProblem:
         The one place that knows them: backends write into these, and tracing sees nothing else.
         """
 
-        def final_states(reverse: bool) -> Tensor | None:
-            wanted = self.return_final_states and any(d.reverse == reverse for d in self.directions)
-            if not wanted or self.nsequences is None:
-                return None
-            shape = (self.nsequences, self.nheads, self.headdim, self.d_state)
-            return inputs.x.new_empty(shape, dtype=self.accumulation_dtype)
-
-        def like_x() -> Tensor:
-            return inputs.x.new_empty(inputs.x.shape)
-
-        return SSDOutputs(
-            y=like_x(),
-            final_states=final_states(reverse=False),
-            final_states_rev=final_states(reverse=True),
-            pre_gate=like_x() if self.saves_pre_gate else None,
-        )
+        y = torch.empty_like(inputs.x, memory_format=torch.contiguous_format)
+        outputs = SSDOutputs(y, pre_gate=torch.empty_like(y) if self.saves_pre_gate else None)
+        if not self.return_final_states or self.nsequences is None:
+            return outputs
+        shape = (self.nsequences, self.nheads, self.headdim, self.d_state)
+        final_states = {
+            direction.final_states: y.new_empty(shape, dtype=self.accumulation_dtype)
+            for direction in self.directions
+        }
+        return outputs._replace(**final_states)

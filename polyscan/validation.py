@@ -157,9 +157,11 @@ def check_dt_limit(dt_limit: Any) -> tuple[float, float]:
     """``dt_limit`` as two floats, 0 <= low <= high."""
     if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2:
         raise TypeError(f"dt_limit must be a pair (low, high), got {dt_limit!r}")
-    if not all(isinstance(bound, Real) for bound in dt_limit):
+    low, high = dt_limit
+    # float once more, for Real is slow to tell
+    if not (isinstance(low, (float, Real)) and isinstance(high, (float, Real))):
         raise TypeError(f"dt_limit must hold two numbers, got {dt_limit!r}")
-    low, high = float(dt_limit[0]), float(dt_limit[1])
+    low, high = float(low), float(high)
     if not 0 <= low <= high:  # also where one of them is NaN
         raise ValueError(f"dt_limit must satisfy 0 <= low <= high, got ({low}, {high})")
     return low, high
