@@ -6,14 +6,15 @@ skipped, with its own reason.
 """
 
 import importlib
-import sys
 
 import pytest
 import torch
 from hypothesis import settings
 
 import polyscan
-from polyscan import dispatch
+from fakes import AUTOMATIC, MODULE, VARIABLE
+from packages import site_packages
+from polyscan import dispatch, registry
 
 # A gate must answer the same every time. `--hypothesis-profile=explore` looks for new problems.
 settings.register_profile("gate", derandomize=True, deadline=None, max_examples=60)
@@ -90,28 +91,43 @@ def _seed():
 
 
 @pytest.fixture
-def install(tmp_path, monkeypatch):
+def install(tmp_path):
     """Install a distribution of one module: ``install(module, source, {name: entry point})``."""
-    site = tmp_path / "site-packages"
-    site.mkdir()
-    monkeypatch.syspath_prepend(site)
-    installed = []
+    with site_packages(tmp_path / "site-packages") as install:
+        yield install
 
-    def install(module, source, entries):
-        (site / f"{module}.py").write_text(source, encoding="utf-8")
-        info = site / f"{module}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-        lines = [f"{name} = {value}" for name, value in entries.items()]
-        (info / "entry_points.txt").write_text("\n".join(["[polyscan.backends]", *lines, ""]))
-        importlib.invalidate_caches()
-        installed.append(module)
-        dispatch.clear_caches()
 
-    yield install
-    for module in installed:
-        sys.modules.pop(module, None)
+@pytest.fixture
+def nothing_requested(monkeypatch):
+    """The suite itself may be run under the environment variable."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.fixture
+def third_party(install):
+    """The module of the package "third-party", with the backends fake and other."""
+    install("third_party", MODULE, {"other": "third_party:OTHER", "fake": "third_party:BACKEND"})
+    return importlib.import_module("third_party")
+
+
+@pytest.fixture
+def fake(third_party):
+    return third_party.BACKEND
+
+
+@pytest.fixture
+def other(third_party):
+    return third_party.OTHER
+
+
+@pytest.fixture
+def built_ins_refuse(monkeypatch):
+    """Every automatic built-in backend refuses every problem; returns their reasons."""
+    reasons = {name: f"{name} was told to refuse 3 of 2" for name in AUTOMATIC}
+    for name, reason in reasons.items():
+        monkeypatch.setattr(registry.load(name), "unsupported_reason", lambda _, text=reason: text)
     dispatch.clear_caches()
+    return {name: registry.unavailable_reason(name) or text for name, text in reasons.items()}
 
 
 @pytest.fixture(autouse=True, scope="session")
