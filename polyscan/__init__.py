@@ -15,6 +15,7 @@ from .errors import (
     BackendUnavailable,
     PolyscanError,
     SecondDerivativeError,
+    TransformError,
     UnsupportedProblem,
 )
 
@@ -28,6 +29,7 @@ __all__ = [
     "Explanation",
     "PolyscanError",
     "SecondDerivativeError",
+    "TransformError",
     "UnsupportedProblem",
     "__version__",
     "available_backends",

@@ -5,12 +5,13 @@ shapes, dtypes and devices of its tensors: its signature. A call that is like an
 that up. A call that anything else takes part in has no signature, and goes the whole way each time.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 Result = TypeVar("Result")
 
@@ -33,22 +34,36 @@ _ORDINARY_KEYS = (
     .raw_repr()
 )
 
+# Tensors under vmap, PyTorch's older one too, and under torch.func's derivatives.
+_TRANSFORM_KEYS = ("FuncTorchBatched", "Batched", "FuncTorchGradWrapper")
+
 
 def is_plain(tensors: Sequence[Any]) -> bool:
     """Whether PyTorch alone takes part in a call with these tensors, any of which may be None.
 
-    Not so while compiling or tracing, under a mode, a transform or the profiler, and with fake
-    tensors or any other subclass. Meta tensors leave the computing to others, too.
+    Not so while compiling or tracing, under a mode, a transform, forward-mode AD or the profiler,
+    and with fake tensors or any other subclass. Meta tensors leave the computing to others, too.
     """
     if torch.compiler.is_compiling():  # first, for the rest cannot be traced
         return False
     keys: int = torch._C._dispatch_tls_local_include_set().raw_repr()
     return (
         not keys & ~_ORDINARY_KEYS
+        and forward_ad._current_level < 0
         and not torch._C._is_torch_function_mode_enabled()
         and not torch._C._autograd._profiler_enabled()
         and _TYPES.issuperset(map(type, tensors))
         and not (tensors[0] is not None and tensors[0].is_meta)
+    )
+
+
+def is_transformed(tensors: Iterable[Any]) -> bool:
+    """Whether vmap, torch.func or forward-mode AD would have a say in what becomes of these."""
+    return any(
+        any(torch._C._dispatch_keys(t).has(key) for key in _TRANSFORM_KEYS)
+        or forward_ad.unpack_dual(t).tangent is not None
+        for t in tensors
+        if isinstance(t, Tensor)
     )
 
 

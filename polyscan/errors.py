@@ -34,3 +34,7 @@ class UnsupportedProblem(BackendError, ValueError):
 
 class SecondDerivativeError(PolyscanError, RuntimeError):
     """A gradient of polyscan was differentiated again."""
+
+
+class TransformError(PolyscanError, RuntimeError):
+    """A function of polyscan was called under vmap, a torch.func transform or forward-mode AD."""

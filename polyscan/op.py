@@ -10,12 +10,11 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import dispatch
 from .backend import Backend
-from .eager import Signature, is_plain, recall, signature
-from .errors import SecondDerivativeError
+from .eager import Signature, is_plain, is_transformed, recall, signature
+from .errors import SecondDerivativeError, TransformError
 from .hardware import tf32_allowed
 from .problem import DirectionName, SSDInputs, SSDOptions, SSDOutputs, SSDProblem
 from .validation import check_borders
@@ -80,8 +79,9 @@ class Operation:
         needs_grad = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in inputs
         )
-        # Forward-mode derivatives are refused by the Function; past it they would be lost silently.
-        if needs_grad or forward_ad._current_level >= 0:
+        if signature is None:
+            _refuse_transforms(inputs, needs_grad)
+        if needs_grad:
             outputs = _Run.apply(self, terms, *inputs)  # type: ignore[no-untyped-call]
         else:
             outputs = self.forward(inputs, terms, needs_grad=False)
@@ -100,6 +100,7 @@ class Operation:
     ) -> Sequence[Tensor]:
         if terms.signature is not None and is_plain((*inputs, *saved)):
             return self._differentiate(inputs, terms, saved, wanted)
+        _refuse_transforms((*inputs, *saved))
         gradients: list[Tensor] = self._backward_op(
             *inputs, *terms.options, *saved, list(wanted), terms.backend
         )
@@ -255,6 +256,18 @@ def _backward_empty(
         if dfinal_states is not None and direction.initial_states in gradients:
             gradients[direction.initial_states].copy_(dfinal_states)
     return gradients
+
+
+def _refuse_transforms(tensors: Sequence[Any], needs_grad: bool = False) -> None:
+    """Past _Run a tangent would be lost silently; the rest would fail in words of PyTorch's own."""
+    if torch.compiler.is_compiling():
+        return
+    if is_transformed(tensors) or (needs_grad and torch._C._are_functorch_transforms_active()):
+        raise TransformError(
+            "polyscan has one derivative, by autograd, and does not go with vmap, torch.func's "
+            "transforms, batched gradients or forward-mode AD. polyscan.reference.bidi_ssd is "
+            "plain PyTorch and goes with all of them"
+        )
 
 
 def _apart(compute: Callable[..., Any], problem: SSDProblem, *arguments: Any) -> Any:

@@ -318,7 +318,7 @@ class TestModes:
 
 
 class TestTransforms:
-    """Forward-mode derivatives and vmap have no rule: they must fail, and say what failed."""
+    """Forward-mode derivatives and vmap have no rule: they must fail, and say what to use."""
 
     def forward_ad(self, function, value):
         with forward_ad.dual_level():
@@ -336,24 +336,50 @@ class TestTransforms:
     def per_sample_gradients(self, function, value):
         return torch.vmap(torch.func.grad(lambda v: function(v).sum()))(torch.stack([value] * 2))
 
-    @pytest.mark.parametrize(
-        "transform", ["forward_ad", "jvp", "jacfwd", "vmap", "per_sample_gradients"]
-    )
+    def grad(self, function, value):
+        return torch.func.grad(lambda v: function(v).sum())(value)
+
+    TRANSFORMS = ("forward_ad", "jvp", "jacfwd", "vmap", "grad", "per_sample_gradients")
+
+    @pytest.mark.parametrize("transform", TRANSFORMS)
     @pytest.mark.parametrize("name", ["x", "A", "C"])
     @pytest.mark.parametrize("grad", [(), FLOATS], ids=["no_gradient", "gradient"])
     def test_it_raises(self, bidi_ssd, device, transform, name, grad):
         rest = tensors(device=device, grad=grad)
         value = rest.pop(name).detach()
-        with pytest.raises(
-            (RuntimeError, NotImplementedError),
-            match="(?i)forward.mode|functorch transforms|batching rule",
-        ):
+        with pytest.raises(polyscan.TransformError, match="polyscan.reference.bidi_ssd"):
             getattr(self, transform)(lambda v: bidi_ssd(**rest, **{name: v}), value)
 
     def test_batched_backward_raises(self, bidi_ssd, given):
         y = bidi_ssd(**given)
-        with pytest.raises(RuntimeError, match="Batching rule"):
+        with pytest.raises(polyscan.TransformError, match="polyscan.reference.bidi_ssd"):
             torch.autograd.grad(y, given["x"], y.new_ones(3, *y.shape), is_grads_batched=True)
+
+    def test_tangent_of_the_incoming_gradient_raises(self, bidi_ssd, given):
+        """Forward over reverse: the gradient is linear in dy, and its tangent must not be lost."""
+        y = bidi_ssd(**given)
+        with forward_ad.dual_level():
+            dy = forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y))
+            with pytest.raises(polyscan.TransformError, match="forward-mode"):
+                torch.autograd.grad(y, given["x"], dy)
+
+    def test_constants_under_a_transform_are_no_business_of_it(self, bidi_ssd, device):
+        rest = tensors(device=device)
+        expected = bidi_ssd(**rest)
+        found = torch.vmap(lambda v: v * bidi_ssd(**rest))(torch.ones(2, device=device))
+        assert_same(found, torch.stack([expected] * 2))
+        with forward_ad.dual_level():
+            assert_same(bidi_ssd(**rest), expected)
+
+    def test_constants_with_gradient_under_a_transform_raise(self, bidi_ssd, given, device):
+        with pytest.raises(polyscan.TransformError):
+            torch.vmap(lambda v: v * bidi_ssd(**given))(torch.ones(2, device=device))
+
+    @pytest.mark.parametrize("transform", TRANSFORMS)
+    def test_reference_function_goes_with_it(self, transform):
+        rest = tensors()
+        value = rest.pop("x")
+        getattr(self, transform)(lambda x: polyscan.reference.bidi_ssd(**rest, x=x), value)
 
 
 @pytest.mark.parametrize("name", FLOATS)
