@@ -63,12 +63,14 @@ class Operation:
             f"{name}_forward({inputs}, {options}, bool needs_grad, str backend) -> Tensor[]",
             self._forward_real,
             self._forward_fake,
+            self._forward_autograd,
         )
         self._backward_op = self._define(
             f"{name}_backward({inputs}, {options}, {_schema(_Saved)}, bool[] wanted, str backend)"
             " -> Tensor[]",
             self._backward_real,
             self._backward_fake,
+            torch.library.fallthrough_kernel,
         )
 
     def __call__(
@@ -76,9 +78,7 @@ class Operation:
     ) -> SSDOutputs:
         """Run on valid arguments."""
         terms = _Terms(options, backend, signature)
-        needs_grad = torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in inputs
-        )
+        needs_grad = _wants_gradient(inputs)
         if signature is None:
             _refuse_transforms(inputs, needs_grad)
         if needs_grad:
@@ -147,6 +147,16 @@ class Operation:
         problem = self.problem.describe(inputs, options, needs_grad)
         return _flatten(problem.allocate_outputs(inputs))
 
+    def _forward_autograd(self, *arguments: Any) -> Sequence[Tensor]:
+        """The derivative for who calls the op itself, such as an exported program."""
+        inputs, options, (needs_grad, backend) = _split(arguments)
+        if not _wants_gradient(inputs):
+            with torch._C._AutoDispatchBelowAutograd():
+                outputs: list[Tensor] = self._forward_op(*arguments)
+            return outputs
+        *results, pre_gate = _Run.apply(self, _Terms(options, backend, None), *inputs)  # type: ignore[no-untyped-call]
+        return [*results, pre_gate] if needs_grad and pre_gate is not None else results
+
     def _backward_real(self, *arguments: Any) -> list[Tensor]:
         inputs, options, (*saved, wanted, backend) = _split(arguments)
         terms = _Terms(options, backend, signature(inputs))
@@ -160,12 +170,11 @@ class Operation:
             if wants and t is not None
         ]
 
-    def _define(self, schema: str, real: Any, fake: Any) -> Any:
+    def _define(self, schema: str, real: Any, fake: Any, autograd: Any) -> Any:
         name = schema.partition("(")[0]
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
-        # _Run stands above; whoever calls the op itself gets no derivative.
-        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        _LIBRARY.impl(name, autograd, "Autograd")
         torch.library.register_fake(f"polyscan::{name}", fake, lib=_LIBRARY)
         return getattr(torch.ops.polyscan, name).default
 
@@ -182,7 +191,9 @@ class _Run(torch.autograd.Function):
     """The forward with its derivative; saves the inputs and, for the gate, what stood before it."""
 
     @staticmethod
-    def forward(ctx: Any, operation: Operation, terms: _Terms, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, operation: Operation, terms: _Terms, *tensors: Any
+    ) -> tuple[Tensor | None, ...]:
         inputs = SSDInputs(*tensors)
         outputs = operation.forward(inputs, terms, needs_grad=True)
         pre_gate = None
@@ -191,7 +202,9 @@ class _Run(torch.autograd.Function):
         ctx.save_for_backward(*inputs, pre_gate)
         ctx.set_materialize_grads(False)
         ctx.operation, ctx.terms = operation, terms
-        return tuple(outputs)
+        if pre_gate is not None:
+            ctx.mark_non_differentiable(pre_gate)
+        return (*outputs, pre_gate)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -256,6 +269,10 @@ def _backward_empty(
         if dfinal_states is not None and direction.initial_states in gradients:
             gradients[direction.initial_states].copy_(dfinal_states)
     return gradients
+
+
+def _wants_gradient(inputs: SSDInputs) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
 
 
 def _refuse_transforms(tensors: Sequence[Any], needs_grad: bool = False) -> None:

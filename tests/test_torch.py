@@ -1,4 +1,4 @@
-"""polyscan among PyTorch's own functions: autograd, opcheck, torch.compile, autocast, transforms.
+"""polyscan among PyTorch's own functions: autograd, grad modes, autocast, transforms.
 
 What is computed is tested elsewhere; here it is that each way to call it gives the same, or an
 error that says why not. Every test runs on every backend, on the first device that it takes.
@@ -15,52 +15,23 @@ from torch.utils.checkpoint import checkpoint
 
 import polyscan
 import polyscan.reference
-from polyscan import dispatch
-from polyscan.problem import SSDInputs, SSDOptions
-
-REQUIRED = ("x", "dt", "A", "B", "C")
-OPTIONAL = ("D", "z", "dt_bias", "dt_rev", "A_rev", "B_rev", "C_rev", "dt_bias_rev")
-STATES = ("initial_states", "initial_states_rev")
-FLOATS = (*REQUIRED, *OPTIONAL, *STATES)
-SIZES = {"batch": 2, "seqlen": 5, "nheads": 4, "headdim": 3, "ngroups": 2, "d_state": 5}
-
-# The same kernels on the same data; room only for a backend that adds up in any order.
-assert_same = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
-
-
-def tensors(*names, device="cpu", dtype=torch.float32, grad=(), **sizes):
-    """Random arguments, the required ones and those named; ``grad`` holds which are to have one."""
-    batch, seqlen, nheads, headdim, ngroups, d_state = (SIZES | sizes).values()
-    shapes = {
-        "x": (batch, seqlen, nheads, headdim),
-        "dt": (batch, seqlen, nheads),
-        "A": (nheads,),
-        "B": (batch, seqlen, ngroups, d_state),
-        "C": (batch, seqlen, ngroups, d_state),
-        "D": (nheads, headdim),
-        "z": (batch, seqlen, nheads, headdim),
-        "dt_bias": (nheads,),
-        "initial_states": (batch, nheads, headdim, d_state),
-    }
-    generator = torch.Generator().manual_seed(0)
-    arguments = {}
-    for name in FLOATS:
-        if name in REQUIRED or name in names:
-            shape = shapes[name.removesuffix("_rev")]
-            value = torch.rand(shape, generator=generator, dtype=dtype).to(device)
-            value = -value if name.startswith("A") else value
-            arguments[name] = value.requires_grad_(name in grad)
-    return arguments
+from calling import (
+    FLOATS,
+    OPTIONAL,
+    REQUIRED,
+    STATES,
+    assert_grads,
+    assert_same,
+    first_device,
+    gradients,
+    loss_of,
+    tensors,
+)
 
 
 @pytest.fixture
 def device(backend):
-    """The first device on which the backend takes the problems of this file."""
-    for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
-        explanation = polyscan.explain(**tensors(*FLOATS, device=device), backend=backend)
-        if explanation.backend == backend:
-            return device
-    return pytest.skip(explanation.reasons[backend])
+    return first_device(backend)
 
 
 @pytest.fixture
@@ -84,23 +55,6 @@ def given(device):
 def everything(device):
     """Every floating-point argument, all with gradients."""
     return tensors(*FLOATS, device=device, grad=FLOATS)
-
-
-def loss_of(outputs):
-    """A number to which every element of every output gives something else."""
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return sum((output * output.detach().cos()).sum() for output in outputs)
-
-
-def gradients(outputs, arguments):
-    """By name, without touching ``grad``."""
-    found = torch.autograd.grad(loss_of(outputs), tuple(arguments.values()))
-    return dict(zip(arguments, found, strict=True))
-
-
-def assert_grads(arguments, expected):
-    for name, value in arguments.items():
-        assert_same(value.grad, expected[name], msg=lambda text, name=name: f"d{name}: {text}")
 
 
 class TestSecondDerivative:
@@ -387,136 +341,3 @@ def test_complex_input_raises(bidi_ssd, everything, name):
     everything[name] = everything[name].detach().to(torch.complex64)
     with pytest.raises(TypeError, match=f"^{name} must have one of the dtypes .* got complex64"):
         bidi_ssd(**everything)
-
-
-# Calls of torch.ops.polyscan: optional tensors, borders, and options.
-OPCHECK = {
-    "gate": (("z", "D"), {}, SSDOptions(shift=True)),
-    "everything": (
-        (*OPTIONAL, *STATES),
-        {},
-        SSDOptions(dt_softplus=True, dt_max=1.0, return_final_states=True, chunk_size=2),
-    ),
-    "reverse": (
-        ("initial_states_rev",),
-        {},
-        SSDOptions(direction="reverse", return_final_states=True),
-    ),
-    "cu_seqlens": (("z",), {"cu_seqlens": [0, 2, 2, 5]}, SSDOptions(return_final_states=True)),
-    "seq_idx": ((), {"seq_idx": [[0, 0, 1, 1, 1]]}, SSDOptions()),
-}
-
-
-@pytest.mark.parametrize("names, borders, options", OPCHECK.values(), ids=OPCHECK.keys())
-def test_opcheck_forward(backend, device, names, borders, options):
-    grad = FLOATS if options.return_final_states else ()  # the longer samples: with gradients
-    inputs = opcheck_inputs(names, borders, device, grad)
-    call = (*inputs, *options, bool(grad), backend)
-    torch.library.opcheck(torch.ops.polyscan.ssd_forward.default, call)
-
-
-@pytest.mark.parametrize("names, borders, options", OPCHECK.values(), ids=OPCHECK.keys())
-def test_opcheck_backward(backend, device, names, borders, options):
-    inputs = opcheck_inputs(names, borders, device, grad=())
-    outputs = torch.ops.polyscan.ssd_forward.default(*inputs, *options, False, backend)
-    y, *final_states = [torch.ones_like(output) for output in outputs]
-    dstates = {"both": final_states, "forward": final_states, "reverse": [None, *final_states]}
-    dstates = (*dstates[options.direction], None, None)[:2]
-    pre_gate = torch.ones_like(y) if inputs.z is not None else None
-    # not all that could be had
-    wanted = [name in (*REQUIRED, *names) and name != "dt" for name in inputs._fields]
-    grad = FLOATS if options.return_final_states else ()
-    inputs = opcheck_inputs(names, borders, device, grad)
-    call = (*inputs, *options, y, *dstates, pre_gate, wanted, backend)
-    torch.library.opcheck(torch.ops.polyscan.ssd_backward.default, call)
-
-
-def opcheck_inputs(names, borders, device, grad):
-    arguments = tensors(*names, device=device, grad=grad, batch=1 if borders else 2)
-    borders = {name: torch.tensor(value, device=device) for name, value in borders.items()}
-    return SSDInputs(**arguments, **borders)
-
-
-class TestCompile:
-    """torch.compile sees one opaque op, compiles it once for all lengths, and changes nothing."""
-
-    @pytest.fixture
-    def graphs(self):
-        """The graphs that were compiled so far."""
-        return []
-
-    @pytest.fixture
-    def compiles(self, graphs):
-        """torch.compile without leave to break the graph."""
-
-        def compile_graph(graph, inputs):
-            graphs.append(graph)
-            return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-        torch._dynamo.reset()
-        yield partial(torch.compile, fullgraph=True, dynamic=True, backend=compile_graph)
-        torch._dynamo.reset()
-
-    def assert_equal(self, compiled, eager, calls, graphs):
-        """On all calls, with gradients where arguments have some; only the first one compiles."""
-        counts = []
-        for arguments in calls:
-            found, expected = compiled(**arguments), eager(**arguments)
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-            leaves = {name: t for name, t in arguments.items() if t.requires_grad}
-            if leaves:
-                expected = gradients(expected, leaves)
-                for name, gradient in gradients(found, leaves).items():
-                    torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4)
-            counts.append(len(graphs))
-        assert counts[0] and set(counts) == {counts[0]}
-
-    @pytest.mark.parametrize(
-        "names, grad",
-        [((), ()), (FLOATS, FLOATS), (STATES, {"A"})],
-        ids=["required without gradient", "everything", "some"],
-    )
-    def test_changing_seqlen(self, compiles, graphs, bidi_ssd_states, device, names, grad):
-        function = partial(bidi_ssd_states, dt_limit=(0.1, 0.9), shift=True)
-        calls = [tensors(*names, device=device, grad=grad, seqlen=n) for n in (100, 101, 7)]
-        self.assert_equal(compiles(function), function, calls, graphs)
-
-    def test_packed(self, compiles, graphs, bidi_ssd_states, device):
-        calls = []
-        # no size equals another one, which torch.compile would take for a rule
-        for lengths in ([2, 1, 0, 8, 3, 1, 9], [4] * 9, [1, 0, 20, 0, 1, 0, 13, 2]):
-            cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
-            arguments = tensors(device=device, grad=FLOATS, batch=1, seqlen=sum(lengths))
-            calls.append({**arguments, "cu_seqlens": cu_seqlens})
-        self.assert_equal(compiles(bidi_ssd_states), bidi_ssd_states, calls, graphs)
-
-    @pytest.mark.parametrize("reverse", [False, True])
-    def test_ssd(self, compiles, graphs, backend, given, reverse):
-        function = partial(polyscan.ssd, reverse=reverse, backend=backend)
-        self.assert_equal(compiles(function), function, [given], graphs)
-
-    @pytest.mark.parametrize("where", ["context", "environment"])
-    def test_a_later_request_is_heard(self, compiles, monkeypatch, backend, device, where):
-        """Who is asked for is no constant of the compiled code."""
-        chosen = []
-
-        def select(*arguments):
-            chosen.append(original(*arguments))
-            return chosen[-1]
-
-        original = dispatch.select
-        monkeypatch.setattr(dispatch, "select", select)
-        monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
-        arguments = tensors(device=device)
-        automatic = polyscan.explain(**arguments).backend
-        compiled = compiles(polyscan.bidi_ssd)
-        compiled(**arguments)
-        if where == "environment":
-            with monkeypatch.context() as patch:
-                patch.setenv(dispatch.ENVIRONMENT_VARIABLE, backend)
-                compiled(**arguments)
-        else:
-            with polyscan.use_backend(backend):
-                compiled(**arguments)
-        compiled(**arguments)
-        assert [choice.name for choice in chosen] == [automatic, backend, automatic]
