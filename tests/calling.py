@@ -1,4 +1,4 @@
-"""Small random calls, their gradients, and where a backend takes them."""
+"""Small random calls, their gradients, a layer, and where a backend takes them."""
 
 from functools import partial
 
@@ -66,3 +66,26 @@ def gradients(outputs, arguments):
 def assert_grads(arguments, expected):
     for name, value in arguments.items():
         assert_same(value.grad, expected[name], msg=lambda text, name=name: f"d{name}: {text}")
+
+
+class Layer(torch.nn.Module):
+    """A module that calls polyscan between operations of PyTorch's own."""
+
+    NAMES = ("x", "dt", "B", "C", "z")
+
+    def __init__(self, backend):
+        super().__init__()
+        self.backend = backend
+        self.mix = torch.nn.Linear(3, 3)
+        self.A = torch.nn.Parameter(-torch.rand(4))
+        self.D = torch.nn.Parameter(torch.rand(4, 3))
+
+    def forward(self, x, dt, B, C, z):
+        ssd = partial(polyscan.bidi_ssd, shift=True, return_final_states=True, backend=self.backend)
+        y, *final_states = ssd(self.mix(x), dt, self.A, B, C, D=self.D, z=z)
+        return y.relu(), *final_states
+
+
+def layer_inputs(device, **sizes):
+    arguments = tensors("z", device=device, **sizes)
+    return tuple(arguments[name] for name in Layer.NAMES)

@@ -11,7 +11,17 @@ import pytest
 import torch
 
 import polyscan
-from calling import FLOATS, OPTIONAL, REQUIRED, STATES, first_device, gradients, tensors
+from calling import (
+    FLOATS,
+    OPTIONAL,
+    REQUIRED,
+    STATES,
+    Layer,
+    first_device,
+    gradients,
+    layer_inputs,
+    tensors,
+)
 from polyscan import dispatch
 from polyscan.problem import SSDInputs, SSDOptions
 
@@ -166,32 +176,9 @@ class TestCompile:
         assert [choice.name for choice in chosen] == [automatic, backend, automatic]
 
 
-class Layer(torch.nn.Module):
-    """A module that calls polyscan between operations of PyTorch's own."""
-
-    NAMES = ("x", "dt", "B", "C", "z")
-
-    def __init__(self, backend):
-        super().__init__()
-        self.backend = backend
-        self.mix = torch.nn.Linear(3, 3)
-        self.A = torch.nn.Parameter(-torch.rand(4))
-        self.D = torch.nn.Parameter(torch.rand(4, 3))
-
-    def forward(self, x, dt, B, C, z):
-        ssd = partial(polyscan.bidi_ssd, shift=True, return_final_states=True, backend=self.backend)
-        y, *final_states = ssd(self.mix(x), dt, self.A, B, C, D=self.D, z=z)
-        return y.relu(), *final_states
-
-
 @pytest.fixture
 def layer(backend, device):
     return Layer(backend).to(device)
-
-
-def layer_inputs(device, **sizes):
-    arguments = tensors("z", device=device, **sizes)
-    return tuple(arguments[name] for name in Layer.NAMES)
 
 
 def assert_alike(function, layer, inputs):
