@@ -1,8 +1,9 @@
 """One process of a data-parallel training step on the CPU: what tests/test_distributed.py starts.
 
-    python tests/data_parallel.py {ddp,fsdp} BACKEND RANK FOLDER
+    python tests/data_parallel.py {ddp,fsdp} BACKEND RANK PORT FOLDER
 
-FOLDER is where the processes meet. Each leaves its parameters' whole gradients there, by name.
+The processes meet at the TCPStore behind PORT. Each leaves its parameters' whole gradients in
+FOLDER, by name.
 """
 
 import sys
@@ -20,6 +21,7 @@ from calling import Layer, layer_inputs
 
 PROCESSES = 2
 BATCH = 6
+TIMEOUT = timedelta(seconds=60)
 
 
 def share_of(rank=None):
@@ -42,14 +44,11 @@ def whole(gradient):
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def main(kind, backend, rank, folder):
+def main(kind, backend, rank, port, folder):
     rank, folder = int(rank), Path(folder)
+    store = distributed.TCPStore("127.0.0.1", int(port), timeout=TIMEOUT)
     distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'meeting'}",
-        rank=rank,
-        world_size=PROCESSES,
-        timeout=timedelta(seconds=60),
+        "gloo", store=store, rank=rank, world_size=PROCESSES, timeout=TIMEOUT
     )
     layer = make_layer(backend)
     if kind == "ddp":

@@ -28,23 +28,29 @@ def on_cpu(backend):
 
 def run_processes(kind, backend, folder):
     """What each process found the gradients to be."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = range(data_parallel.PROCESSES)
     logs = [folder / f"{rank}.log" for rank in ranks]
     processes = []
     for rank, log in zip(ranks, logs, strict=True):
-        command = [sys.executable, data_parallel.__file__, kind, backend, str(rank), str(folder)]
+        arguments = (kind, backend, str(rank), str(store.port), str(folder))
         with log.open("w") as output:
-            processes.append(subprocess.Popen(command, stdout=output, stderr=output))
-    try:
-        deadline = time.monotonic() + TIME_LIMIT_S
-        for process in processes:
-            process.wait(deadline - time.monotonic())
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for process, log in zip(processes, logs, strict=True):
-        assert process.returncode == 0, log.read_text()
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, data_parallel.__file__, *arguments],
+                    stdout=output,
+                    stderr=output,
+                )
+            )
+    deadline = time.monotonic() + TIME_LIMIT_S
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes) or time.monotonic() > deadline:
+            break  # one failed, and the other waits for it; or they wait for one another
+        time.sleep(0.05)
+    for process in processes:
+        process.kill()
+    told = "\n".join(log.read_text() for log in logs)
+    assert [process.wait() for process in processes] == [0, 0], told
     return [torch.load(folder / f"{rank}.pt") for rank in ranks]
 
 

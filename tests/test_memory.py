@@ -1,5 +1,11 @@
 """No intermediate as large as seqlen x seqlen, or as a state for every token."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -47,3 +53,27 @@ def test_the_probe_sees_what_is_large():
     with LargestTensor() as seen:
         (x @ x.mT).sum()
     assert seen.nbytes == SEQLEN * SEQLEN * 4
+
+
+def test_long_sequence_needs_little_memory():
+    """The backend torch at 1 x 65,536 x 4 x 64, d_state 16: 384 MiB beyond inputs and gradients.
+
+    Of these, y is 64 MiB. Counted by the kernel, in a process that nothing else has grown.
+    """
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("this system cannot set the record of a process's largest size back")
+    code = """
+import memory
+tensors = memory.prepare("torch", 1, 65536, 4, 64, 16)
+print(memory.grown_by("torch", tensors), sum(t.nbytes for t in tensors) / memory.MIB)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent.parent / "benchmarks",
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    grown, gradients = map(float, done.stdout.split())
+    assert gradients < grown, "the probe saw the gradients at least"
+    assert grown - gradients < 384
