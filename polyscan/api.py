@@ -114,6 +114,7 @@ def bidi_ssd(
         UnsupportedProblem: the named backend, or every one, cannot do this call.
         BackendUnavailable: the named backend cannot run on this machine.
         SecondDerivativeError: a gradient of this function was differentiated again.
+        TransformError: it was called under vmap, a torch.func transform or forward-mode AD.
     """
     call = _prepare(
         SSDInputs(
