@@ -1,21 +1,26 @@
-"""The forward: every segment of every head on its own, given the states that enter it."""
+"""The forward: every segment of some heads on its own, given the states that enter it."""
 
 import numpy as np
 from numba import njit, prange
 
-from .floats import narrow, widen
-from .products import ALL, FUNCTION, KERNEL, LOWER, set_product
+from .floats import widen
+from .products import ALL, FUNCTION, KERNEL, LOWER, UPPER, add_product, set_product, zeros
 from .tile import (
     TILE,
     advance,
-    compute_CB,
+    along,
+    begins,
     compute_W,
     continues,
+    cut_into_tiles,
+    new_shared,
     new_tile,
-    read_C,
-    read_tile,
+    read_decays,
+    read_rows,
+    read_shared,
     restart,
-    tile_length,
+    write_row,
+    write_state,
 )
 
 
@@ -29,6 +34,7 @@ def scan_forward(
     last,
     sequences,
     starts,
+    heads,
     shift,
     entering,
     D,
@@ -40,68 +46,84 @@ def scan_forward(
     """Write y, pre_gate and the final states (per direction; no rows where nobody wants them).
 
     x, D, z, y and pre_gate are Rows; D, z and pre_gate without memory where there are none.
+    A task takes ``heads`` heads of one group.
     """
     batch, nheads, _ = forwards.dt.shape
-    segments = starts.shape[0] - 1
-    for task in prange(batch * nheads * segments):
-        b, rest = divmod(np.int64(task), nheads * segments)
-        h, s = divmod(rest, segments)
-        start, stop = starts[s], starts[s + 1]
+    blocks, segments = nheads // heads, starts.shape[0] - 1
+    for task in prange(batch * blocks * segments):
+        b, rest = divmod(np.int64(task), blocks * segments)
+        block, s = divmod(rest, segments)
+        h, start, stop = block * heads, starts[s], starts[s + 1]
         streams = (forwards, backwards)  # made here: loops take no nested tuples from outside
-        out = np.zeros((stop - start, entering.shape[5]), entering.dtype)
+        tiles = cut_into_tiles(sequences[b], start, stop)
+        out = zeros((heads, stop - start, entering.shape[5]), entering)
         for d in range(first, last):
+            states = zeros((heads, *entering.shape[4:]), entering)
+            states[:] = entering[d, b, h : h + heads, s]
             add_direction(
-                out, x, streams[d], sequences[b], b, h, start, stop, 1 - 2 * d, shift, headdim,
-                entering[d, b, h, s], final[d],
+                out, x, headdim, streams[d], sequences[b], tiles, b, h, start, 1 - 2 * d, shift,
+                states, final[d],
             )  # fmt: skip
-        write_rows(out, x, D, z, y, pre_gate, sequences[b], b, h, start, headdim)
+        for i in range(heads):
+            write_rows(out[i], x, D, z, y, pre_gate, sequences[b], b, h + i, start, headdim)
 
 
 @njit(**FUNCTION)
 def add_direction(
-    out, x, stream, sequence, b, h, start, stop, step, shift, headdim, entering, final
+    out, x, headdim, stream, sequence, tiles, b, first_head, start, step, shift, states, final
 ):
-    """Add one direction's output to ``out``, the rows of a segment."""
-    d_state = stream.B.shape[3]
-    tile = new_tile(entering)
-    M = np.empty((TILE, TILE), out.dtype)
-    within = np.empty((TILE, out.shape[1]), out.dtype)
-    through = np.empty((TILE, out.shape[1]), out.dtype)
-    state = entering.copy()
-    t = start if step > 0 else stop - 1
-    if shift > 0 and sequence[t] >= 0 and continues(sequence, t, -step):
-        # The first row's output stands at the last token of the segment before.
-        g = h // (stream.dt.shape[1] // stream.B.shape[2])
-        for n in range(d_state):
-            for p in range(headdim):
-                out[t - start, p] += stream.C[b, t - step, g, n] * state[n, p]
-    while start <= t < stop:
-        length = tile_length(sequence, t, start, stop, step)
-        if sequence[t] >= 0:
-            if not continues(sequence, t, -step):
+    """Add one direction's output to ``out``, the rows of a segment; moves ``states`` along."""
+    g = first_head // (stream.dt.shape[1] // stream.B.shape[2])
+    shared, tile = new_shared(states[0]), new_tile(states[0])
+    M = zeros((TILE, TILE), out)
+    rows = zeros((TILE, out.shape[2]), out)
+    if shift > 0:
+        add_row_from_before(out, stream, sequence, b, g, start, step, states)
+    for k in range(tiles.shape[0]):
+        _, t, length = along(tiles, k, step)
+        read_shared(shared, stream, b, g, t, length)
+        # The rows that leave the segment, or would enter another sequence, are dropped.
+        low, high = t + shift * step, t + length + shift * step
+        if shift > 0 and begins(sequence, t, length, -step):
+            low, high = max(low, t), min(high, t + length)
+        low, high = max(low, start), min(high, start + out.shape[1])
+        for i in range(states.shape[0]):
+            h, state = first_head + i, states[i]
+            if begins(sequence, t, length, step):
                 restart(state, stream.initial, sequence[t], h)
-            total = read_tile(tile, x, stream, b, h, t, length, step, headdim)
-            read_C(tile, stream, b, h, t, length, step)
-            compute_W(tile)
-            compute_CB(tile)
-            for i in range(TILE):
-                for j in range(TILE):
-                    M[i, j] = tile.W[i, j] * tile.CB[i, j] * tile.dt[j]
-            set_product(within, M, tile.x, LOWER)
-            set_product(through, tile.C.T, state, ALL)
-            advance(state, tile, total)
-            for i in range(length):
-                target = t + (i + shift) * step
-                if start <= target < stop and sequence[target] == sequence[t]:
-                    row, enter = out[target - start], tile.enter[i]
-                    for p in range(row.shape[0]):
-                        row[p] += within[i, p] + enter * through[i, p]
-            end = t + (length - 1) * step
-            if final.shape[0] > 0 and not continues(sequence, end, step):
-                for n in range(d_state):
-                    for p in range(headdim):
-                        final[sequence[t], h, p, n] = state[n, p]
-        t += length * step
+            read_rows(tile.x, x, b, h, t, length, headdim)
+            read_decays(tile, stream, b, h, t, length, step)
+            compute_W(tile, step)
+            weigh(M, tile.W, shared.CB, tile.dt)
+            set_product(rows, shared.C.T, state, ALL)
+            add_product(rows, tile.enter, M, tile.x, LOWER if step > 0 else UPPER)
+            for target in range(low, high):
+                row, source = out[i, target - start], rows[target - shift * step - t]
+                for p in range(row.shape[0]):
+                    row[p] += source[p]
+            advance(state, tile, shared.B, tile.feed, tile.x)
+            if begins(sequence, t, length, -step):
+                write_state(final, state, sequence[t], h)
+
+
+@njit(**FUNCTION)
+def add_row_from_before(out, stream, sequence, b, g, start, step, states):
+    """With the shift, the first row is the output at the last token of the segment before."""
+    t = start if step > 0 else start + out.shape[1] - 1
+    if sequence[t] >= 0 and continues(sequence, t, -step):
+        for i in range(states.shape[0]):
+            for n in range(stream.C.shape[3]):
+                for p in range(out.shape[2]):
+                    out[i, t - start, p] += stream.C[b, t - step, g, n] * states[i, n, p]
+
+
+@njit(**FUNCTION)
+def weigh(M, W, CB, dt):
+    """W * CB * dt"""
+    for i in range(TILE):
+        row, weights, products = M[i], W[i], CB[i]
+        for j in range(row.shape[0]):
+            row[j] = weights[j] * products[j] * dt[j]
 
 
 @njit(**FUNCTION)
@@ -109,23 +131,18 @@ def write_rows(out, x, D, z, y, pre_gate, sequence, b, h, start, headdim):
     """Add the skip, apply the gate, round once; zeros where no sequence covers a token."""
     for i in range(out.shape[0]):
         t = start + i
-        row = out[i]
+        row = out[i, :headdim]
         if D.memory.size > 0 and sequence[t] >= 0:
             at_x = b * x.batch + t * x.token + h * x.head
             at_D = b * D.batch + t * D.token + h * D.head
             for p in range(headdim):
                 skip = widen(D.memory, at_D + p * D.channel)
                 row[p] += skip * widen(x.memory, at_x + p * x.channel)
-        at_y = b * y.batch + t * y.token + h * y.head
+        if pre_gate.memory.size > 0:
+            write_row(pre_gate, b, h, t, row)
         if z.memory.size > 0 and sequence[t] >= 0:
             at_z = b * z.batch + t * z.token + h * z.head
             for p in range(headdim):
-                if pre_gate.memory.size > 0:
-                    narrow(pre_gate.memory, at_y + p, row[p])
                 gate = widen(z.memory, at_z + p * z.channel)
                 row[p] *= gate / (1 + np.exp(-gate))
-        elif pre_gate.memory.size > 0:
-            for p in range(headdim):
-                narrow(pre_gate.memory, at_y + p, row[p])
-        for p in range(headdim):
-            narrow(y.memory, at_y + p, row[p])
+        write_row(y, b, h, t, row)

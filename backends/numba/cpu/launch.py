@@ -1,5 +1,6 @@
 """From torch tensors to the arrays that the kernels take, and back."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -19,7 +20,11 @@ from .backward import compute_entering_adjoints, scan_backward
 from .forward import scan_forward
 from .products import padded
 from .segments import compute_entering
-from .tile import Rows, Stream
+from .tile import TILE, Rows, Stream
+
+# Of the heads that a task takes: what they share costs about as much as half a head has of its own;
+# more than these save little; and their states should not fill the memory.
+SHARED_WORK, MOST_HEADS, KEPT_BYTES = 0.5, 8, 2**26
 
 # One call at a time: not every threading layer of Numba lets several threads start its loops.
 _LOCK = Lock()
@@ -44,6 +49,7 @@ class Plan(NamedTuple):
     last: int
     sequences: Any
     starts: Any
+    heads: int
 
 
 def array(tensor: Tensor) -> Any:
@@ -67,11 +73,12 @@ def no_rows(like: Tensor) -> Rows:
     return Rows(array(like.new_empty(0)), 0, 0, 0, 0)
 
 
-def plan(problem: SSDProblem, inputs: SSDInputs, units: int) -> Plan:
-    """``units`` is how many independent pieces of work there are before any sequence is cut."""
+def plan(problem: SSDProblem, inputs: SSDInputs, kept_states: int) -> Plan:
+    """``kept_states`` is how many states a head of a task keeps for each tile."""
     given = {direction.reverse: direction for direction in problem.directions}
     some = problem.directions[0]
     stream = _Streams(problem, inputs)
+    starts = segment_starts(problem)
     return Plan(
         x=rows(inputs.x),
         headdim=problem.headdim,
@@ -80,7 +87,8 @@ def plan(problem: SSDProblem, inputs: SSDInputs, units: int) -> Plan:
         first=0 if False in given else 1,
         last=2 if True in given else 1,
         sequences=sequence_numbers(problem, inputs).numpy(),
-        starts=segment_starts(problem, units),
+        starts=starts,
+        heads=heads_together(problem, len(starts) - 1, kept_states),
     )
 
 
@@ -161,10 +169,24 @@ def sequence_numbers(problem: SSDProblem, inputs: SSDInputs) -> Tensor:
     return torch.arange(batch, dtype=torch.int32)[:, None].repeat(1, seqlen)
 
 
-def segment_starts(problem: SSDProblem, units: int) -> Any:
+def segment_starts(problem: SSDProblem) -> Any:
     """Where the segments begin, and where the last one ends; several only where tasks are few."""
-    segments = -(-torch.get_num_threads() // units)
+    segments = -(-torch.get_num_threads() // (problem.batch * problem.nheads))
     return np.linspace(0, problem.seqlen, min(segments, problem.seqlen) + 1).astype(np.int64)
+
+
+def heads_together(problem: SSDProblem, segments: int, kept_states: int) -> int:
+    """How many heads of a group a task takes: they share work, but no thread should stand idle."""
+    state_bytes = math.prod(padded(problem.d_state, problem.headdim, 4)) * 4
+    per_head = kept_states * state_bytes * (problem.seqlen // TILE + 1)
+    most = max(1, min(MOST_HEADS, KEPT_BYTES // max(per_head, 1)))
+
+    def time(heads: int) -> float:
+        tasks = problem.batch * segments * problem.nheads // heads
+        return -(-tasks // torch.get_num_threads()) * (heads + SHARED_WORK)
+
+    per_group = problem.nheads // problem.ngroups
+    return min((n for n in range(1, most + 1) if per_group % n == 0), key=time)
 
 
 def no_states(problem: SSDProblem, p: Plan) -> Any:
@@ -175,7 +197,7 @@ def no_states(problem: SSDProblem, p: Plan) -> Any:
 
 
 def forward(problem: SSDProblem, inputs: SSDInputs) -> SSDOutputs:
-    p = plan(problem, inputs, units=problem.batch * problem.nheads)
+    p = plan(problem, inputs, kept_states=0)
     outputs = problem.allocate_outputs(inputs)
     final = tuple(final_states(problem, inputs, outputs, reverse) for reverse in (False, True))
     pre_gate = no_rows(inputs.x) if outputs.pre_gate is None else rows(outputs.pre_gate)
@@ -183,7 +205,7 @@ def forward(problem: SSDProblem, inputs: SSDInputs) -> SSDOutputs:
     entering = no_states(problem, p)
     with parallel():
         if len(p.starts) > 2:
-            compute_entering(entering, *p)
+            compute_entering(entering, *p[:-1])
         scan_forward(*p, int(problem.shift), entering, skip, gate, rows(outputs.y), pre_gate, final)
     return outputs
 
@@ -203,7 +225,7 @@ def final_states(problem: SSDProblem, inputs: SSDInputs, outputs: SSDOutputs, re
 def backward(
     problem: SSDProblem, inputs: SSDInputs, pre_gate: Tensor | None, grads: SSDOutputs
 ) -> dict[str, Tensor]:
-    p = plan(problem, inputs, units=problem.batch * problem.ngroups)
+    p = plan(problem, inputs, kept_states=2)
     dtype, x = compute_dtype(problem), inputs.x
     sums = GradientSums(inputs, dtype)
     skip, gate = skip_rows(problem, inputs), gate_rows(problem, inputs)
@@ -221,7 +243,10 @@ def backward(
         dtype=dtype,
     )
     D_tokens = sums["D"] if problem.D == "token" else x.new_empty((0, 0, 0), dtype=dtype)
-    sides = [_Side(problem, inputs, grads, sums, reverse, segments) for reverse in (False, True)]
+    parts = _Parts(sums, problem.nheads // problem.ngroups // p.heads)
+    sides = [
+        _Side(problem, inputs, grads, sums, parts, reverse, segments) for reverse in (False, True)
+    ]
     dfinal = tuple(array(side.dfinal) for side in sides)
 
     shift = int(problem.shift)
@@ -234,9 +259,10 @@ def backward(
     )
     with parallel():
         if len(p.starts) > 2:
-            compute_entering(entering, *p)
-            compute_entering_adjoints(adjoints, *p, shift, gate, before, dy, dfinal)
+            compute_entering(entering, *p[:-1])
+            compute_entering_adjoints(adjoints, *p[:-1], shift, gate, before, dy, dfinal)
         scan_backward(*p, shift, entering, adjoints, skip, gate, before, dy, dfinal, *targets)
+    parts.finish()
     for side in sides:
         side.finish()
     if problem.D in ("head", "channel"):
@@ -245,6 +271,28 @@ def backward(
     if inputs.z is None or dz is None:
         return sums.result(x=dx)
     return sums.result(x=dx, z=dz.to(inputs.z.dtype))
+
+
+class _Parts:
+    """Gradients of B and C as the sums that each block of a group's heads writes."""
+
+    def __init__(self, sums: GradientSums, count: int) -> None:
+        self._sums = sums
+        self._count = count
+        self._parts: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """(blocks, batch, seqlen, ngroups, d_state), zero to begin with."""
+        if name not in self._parts:
+            whole = self._sums[name]
+            alone = self._count == 1
+            self._parts[name] = whole[None] if alone else whole.new_zeros(self._count, *whole.shape)
+        return self._parts[name]
+
+    def finish(self) -> None:
+        for name, parts in self._parts.items():
+            if self._count > 1:
+                torch.sum(parts, 0, out=self._sums[name])
 
 
 class _Side:
@@ -256,6 +304,7 @@ class _Side:
         inputs: SSDInputs,
         grads: SSDOutputs,
         sums: GradientSums,
+        parts: "_Parts",
         reverse: bool,
         segments: int,
     ) -> None:
@@ -266,11 +315,11 @@ class _Side:
         self.dinitial = self.dfinal = new((0, problem.nheads, problem.headdim, problem.d_state))
         if self.direction is None:
             self.ddt = self.dA = new((0, 0, 0))
-            self.dB = self.dC = new((0, 0, 0, 0))
+            self.dB = self.dC = new((0, 0, 0, 0, 0))
             return
         self.ddt = new((problem.batch, problem.nheads, problem.seqlen))
         self.dA = new((problem.batch, segments, problem.nheads))
-        self.dB, self.dC = sums[self.direction.B], sums[self.direction.C]
+        self.dB, self.dC = parts[self.direction.B], parts[self.direction.C]
         dfinal = getattr(grads, self.direction.final_states)
         if dfinal is not None:
             self.dfinal = dfinal.to(self.ddt.dtype).contiguous()

@@ -5,12 +5,22 @@ Along the direction, with ``decay_t = exp(dt_t A)``, and h the state before the 
 
     W[i, j] = product of decay over the tokens after j up to i, 0 for j after i
     out     = (W * C Bᵀ * dt) x + enter * (C h)          enter_i = decay up to i
-    h'      = total h + Bᵀ (leave * dt * x)              leave_j = decay after j
+    h'      = across h + Bᵀ (feed * x)                   feed_j  = leave_j dt_j
+                                                         leave_j = decay after j
+                                                         across  = decay of all
 
 The decays are products of decays, never exponentials of differences of sums, so however strong they
 are, nothing is lost. With the shift, ``out`` belongs one token further along the direction.
 
-B and C are read transposed, (d_state, TILE), so that all later loops run along contiguous memory.
+The rows of a tile stand in the order of time for both directions, so that both cut a segment into
+the same tiles: W is lower triangular forwards, upper triangular in reverse. A direction's ``step``
+is 1 forwards, -1 in reverse.
+
+Inner loops run over a shape, not over TILE: LLVM takes a loop of known length apart into single
+elements instead of vectors.
+
+B, C and C Bᵀ are the same for all heads of a group, so a task takes several heads through a tile.
+B and C are turned to (d_state, TILE), so that all later loops run along contiguous memory.
 """
 
 from typing import Any, NamedTuple
@@ -18,8 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from .floats import widen
-from .products import ALL, FUNCTION, add_product, set_product
+from .floats import narrow, widen
+from .products import ALL, FUNCTION, add_product, set_product, transpose, zeros
 
 TILE = 32
 
@@ -49,50 +59,86 @@ class Stream(NamedTuple):
     initial: Any
 
 
-class Tile(NamedTuple):
-    """The buffers of a tile, zero (decays 1) beyond its last token; sizes are padded."""
+class Shared(NamedTuple):
+    """What the heads of a group share in a tile, zero beyond its last token; sizes are padded."""
 
-    x: Any  # (TILE, headdim)
-    faded: Any  # (TILE, headdim), x times a factor per token
     B: Any  # (d_state, TILE)
     C: Any  # (d_state, TILE)
+    CB: Any  # (TILE, TILE)
+    rows: Any  # (TILE, d_state), B or C before it is turned
+
+
+class Tile(NamedTuple):
+    """What a head has of its own, zero (decays 1) beyond the last token; sizes are padded."""
+
+    x: Any  # (TILE, headdim)
+    faded: Any  # (TILE, headdim), rows times a factor per token
     dt: Any  # (TILE,)
     decay: Any  # (TILE,)
     enter: Any  # (TILE,)
     leave: Any  # (TILE,)
+    feed: Any  # (TILE,)
+    across: Any  # (d_state,), the same in all
     W: Any  # (TILE, TILE)
-    CB: Any  # (TILE, TILE)
 
 
 @njit(**FUNCTION)
-def new_tile(state):
+def new_shared(state):
     """Buffers for tiles beside states of this (padded) shape and dtype."""
-    d_state, headdim = state.shape
-    dtype = state.dtype
-    return Tile(
-        np.zeros((TILE, headdim), dtype),
-        np.zeros((TILE, headdim), dtype),
-        np.zeros((d_state, TILE), dtype),
-        np.zeros((d_state, TILE), dtype),
-        np.zeros(TILE, dtype),
-        np.zeros(TILE, dtype),
-        np.zeros(TILE, dtype),
-        np.zeros(TILE, dtype),
-        np.zeros((TILE, TILE), dtype),
-        np.zeros((TILE, TILE), dtype),
+    d_state = state.shape[0]
+    return Shared(
+        zeros((d_state, TILE), state),
+        zeros((d_state, TILE), state),
+        zeros((TILE, TILE), state),
+        zeros((TILE, d_state), state),
     )
 
 
 @njit(**FUNCTION)
-def tile_length(sequence, t, start, stop, step):
-    """How many tokens from t on, in steps of ``step``, are of t's sequence and in [start, stop)."""
-    length = 1
-    while length < TILE:
-        following = t + length * step
-        if following < start or following >= stop or sequence[following] != sequence[t]:
-            break
-        length += 1
-    return length
+def new_tile(state):
+    """Likewise."""
+    d_state, headdim = state.shape
+    return Tile(
+        zeros((TILE, headdim), state),
+        zeros((TILE, headdim), state),
+        zeros((TILE,), state),
+        zeros((TILE,), state),
+        zeros((TILE,), state),
+        zeros((TILE,), state),
+        zeros((TILE,), state),
+        zeros((d_state,), state),
+        zeros((TILE, TILE), state),
+    )
+
+
+@njit(**FUNCTION)
+def cut_into_tiles(sequence, start, stop):
+    """(first token, length) of the tiles of a segment, in the order of time."""
+    tiles = np.empty((stop - start, 2), np.int64)
+    count = 0
+    t = start
+    while t < stop:
+        length = 1
+        while length < TILE and t + length < stop and sequence[t + length] == sequence[t]:
+            length += 1
+        if sequence[t] >= 0:
+            tiles[count, 0], tiles[count, 1] = t, length
+            count += 1
+        t += length
+    return tiles[:count]
+
+
+@njit(**FUNCTION)
+def along(tiles, k, step):
+    """Of a direction's k-th tile: its place among the tiles, first token and length."""
+    place = k if step > 0 else tiles.shape[0] - 1 - k
+    return place, tiles[place, 0], tiles[place, 1]
+
+
+@njit(**FUNCTION)
+def begins(sequence, t, length, step):
+    """Whether a sequence begins with the tile, along the direction."""
+    return not continues(sequence, t if step > 0 else t + length - 1, -step)
 
 
 @njit(**FUNCTION)
@@ -103,89 +149,86 @@ def continues(sequence, t, step):
 
 
 @njit(**FUNCTION)
-def read_rows(out, rows, b, h, t, length, step, headdim):
+def read_row(out, rows, b, h, t):
+    base = b * rows.batch + t * rows.token + h * rows.head
+    if rows.channel == 1:
+        source = rows.memory[base : base + out.shape[0]]
+        for p in range(out.shape[0]):
+            out[p] = widen(source, p)
+    else:
+        for p in range(out.shape[0]):
+            out[p] = widen(rows.memory, base + p * rows.channel)
+
+
+@njit(**FUNCTION)
+def read_rows(out, rows, b, h, t, length, headdim):
     """Rows of x (or of a tensor like it) into a buffer; zeros beyond."""
     for i in range(length):
-        base = b * rows.batch + (t + i * step) * rows.token + h * rows.head
-        if rows.channel == 1:
-            for p in range(headdim):
-                out[i, p] = widen(rows.memory, base + p)
-        else:
-            for p in range(headdim):
-                out[i, p] = widen(rows.memory, base + p * rows.channel)
+        read_row(out[i, :headdim], rows, b, h, t + i)
     out[length:] = 0
 
 
 @njit(**FUNCTION)
-def read_columns(out, stream, b, g, t, length, step):
+def write_row(rows, b, h, t, row):
+    """One row of a tensor whose channels are contiguous."""
+    base = b * rows.batch + t * rows.token + h * rows.head
+    target = rows.memory[base : base + row.shape[0]]
+    for p in range(row.shape[0]):
+        narrow(target, p, row[p])
+
+
+@njit(**FUNCTION)
+def read_columns(out, rows, columns, b, g, t, length):
     """Rows of (batch, seqlen, ngroups, d_state) to (d_state, TILE); zeros beyond."""
-    if length == TILE:
-        for n in range(stream.shape[3]):
-            for i in range(TILE):
-                out[n, i] = stream[b, t + i * step, g, n]
-    else:
-        for n in range(stream.shape[3]):
-            for i in range(TILE):
-                out[n, i] = stream[b, t + i * step, g, n] if i < length else out.dtype.type(0)
-
-
-@njit(**FUNCTION)
-def read_tile(tile, x, stream, b, h, t, length, step, headdim):
-    """Fill a tile, but for C, with ``length`` tokens from t on; returns the decay across it."""
-    g = h // (stream.dt.shape[1] // stream.B.shape[2])
-    read_rows(tile.x, x, b, h, t, length, step, headdim)
-    read_columns(tile.B, stream.B, b, g, t, length, step)
-    return read_decays(
-        tile.dt, tile.decay, tile.enter, tile.leave, stream.dt[b, h], stream.decay[b, h],
-        t, length, step,
-    )  # fmt: skip
-
-
-@njit(**FUNCTION)
-def read_decays(tile_dt, tile_decay, enter, leave, dt, decay, t, length, step):
-    """dt, the decays, and their products from either end; returns the product of all."""
-    one = dt.dtype.type(1)
-    tile_dt[length:] = 0
-    tile_decay[length:] = 1
-    total = one
     for i in range(length):
-        tile_dt[i] = dt[t + i * step]
-        factor = decay[t + i * step]
-        tile_decay[i] = factor
-        total *= factor
-        enter[i] = total
-    enter[length:] = total
-    after = one
-    for i in range(TILE - 1, -1, -1):
-        leave[i] = after
-        after *= tile_decay[i]
-    return total
+        source = columns[b, t + i, g]
+        for n in range(source.shape[0]):
+            rows[i, n] = source[n]
+    rows[length:] = 0
+    transpose(out, rows)
 
 
 @njit(**FUNCTION)
-def read_C(tile, stream, b, h, t, length, step):
-    g = h // (stream.dt.shape[1] // stream.B.shape[2])
-    read_columns(tile.C, stream.C, b, g, t, length, step)
+def read_shared(shared, stream, b, g, t, length):
+    read_columns(shared.B, shared.rows, stream.B, b, g, t, length)
+    read_columns(shared.C, shared.rows, stream.C, b, g, t, length)
+    set_product(shared.CB, shared.C.T, shared.B, ALL)
 
 
 @njit(**FUNCTION)
-def compute_W(tile):
-    """W, each row from the one before."""
+def read_decays(tile, stream, b, h, t, length, step):
+    """dt, the decays, and their products from either end."""
+    tile.dt[length:] = 0
+    tile.decay[length:] = 1
+    for i in range(length):
+        tile.dt[i] = stream.dt[b, h, t + i]
+        tile.decay[i] = stream.decay[b, h, t + i]
+    first, last = (0, TILE - 1) if step > 0 else (TILE - 1, 0)
+    up_to = after = stream.dt.dtype.type(1)
+    for k in range(TILE):
+        i, j = first + k * step, last - k * step
+        up_to *= tile.decay[i]
+        tile.enter[i] = up_to
+        tile.leave[j] = after
+        after *= tile.decay[j]
+    for i in range(TILE):
+        tile.feed[i] = tile.leave[i] * tile.dt[i]
+    tile.across[:] = up_to
+
+
+@njit(**FUNCTION)
+def compute_W(tile, step):
+    """W, each row from the one before; the other triangle stays zero."""
     zero = tile.W.dtype.type(0)
     smallest = np.finfo(tile.W.dtype).tiny
-    tile.W[0] = 0
-    for i in range(TILE):
-        if i > 0:
-            for j in range(TILE):
-                # Below the normal numbers a product is dropped: computing with it takes long.
-                weight = tile.W[i - 1, j] * tile.decay[i]
-                tile.W[i, j] = zero if weight < smallest else weight
+    for k in range(TILE):
+        i = k if step > 0 else TILE - 1 - k
+        first, last = (0, i) if step > 0 else (i + 1, TILE)
+        for j in range(first, last):
+            # Below the normal numbers a product is dropped: computing with it takes long.
+            weight = tile.W[i - step, j] * tile.decay[i]
+            tile.W[i, j] = zero if weight < smallest else weight
         tile.W[i, i] = 1
-
-
-@njit(**FUNCTION)
-def compute_CB(tile):
-    set_product(tile.CB, tile.C.T, tile.B, ALL)
 
 
 @njit(**FUNCTION)
@@ -198,13 +241,13 @@ def scale_rows(out, rows, factor):
 
 
 @njit(**FUNCTION)
-def advance(h, tile, total):
-    """h' = total h + Bᵀ (leave * dt * x), in place."""
-    for i in range(TILE):
-        factor = tile.leave[i] * tile.dt[i]
-        for p in range(h.shape[1]):
-            tile.faded[i, p] = factor * tile.x[i, p]
-    add_product(h, total, tile.B, tile.faded)
+def advance(state, tile, columns, factor, rows):
+    """``across * state + columns (factor * rows)``, in place.
+
+    So a state moves along the direction (B, feed, x), and its gradient against it (C, enter, dout).
+    """
+    scale_rows(tile.faded, rows, factor)
+    add_product(state, tile.across, columns, tile.faded, ALL)
 
 
 @njit(**FUNCTION)
@@ -216,3 +259,13 @@ def restart(state, initial, sequence, head):
         for n in range(d_state):
             for p in range(headdim):
                 state[n, p] = initial[sequence, head, p, n]
+
+
+@njit(**FUNCTION)
+def write_state(out, state, sequence, head):
+    """The state of a sequence to (nsequences, nheads, headdim, d_state), if anybody wants it."""
+    if out.shape[0] > 0:
+        _, _, headdim, d_state = out.shape
+        for p in range(headdim):
+            for n in range(d_state):
+                out[sequence, head, p, n] = state[n, p]
