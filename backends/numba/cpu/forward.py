@@ -5,6 +5,7 @@ from numba import njit, prange
 
 from .floats import widen
 from .products import ALL, FUNCTION, KERNEL, LOWER, UPPER, add_product, set_product, zeros
+from .segments import entering_states
 from .tile import (
     TILE,
     advance,
@@ -26,24 +27,10 @@ from .tile import (
 
 @njit(**KERNEL)
 def scan_forward(
-    x,
-    headdim,
-    forwards,
-    backwards,
-    first,
-    last,
-    sequences,
-    starts,
-    heads,
-    shift,
-    entering,
-    D,
-    z,
-    y,
-    pre_gate,
-    final,
-):
-    """Write y, pre_gate and the final states (per direction; no rows where nobody wants them).
+    x, headdim, forwards, backwards, goes_forwards, goes_backwards, sequences, starts, heads,
+    shift, entering, D, z, y, pre_gate, final, final_rev,
+):  # fmt: skip
+    """Write y, pre_gate and the final states (of a direction; no rows where nobody wants them).
 
     x, D, z, y and pre_gate are Rows; D, z and pre_gate without memory where there are none.
     A task takes ``heads`` heads of one group.
@@ -54,31 +41,35 @@ def scan_forward(
         b, rest = divmod(np.int64(task), blocks * segments)
         block, s = divmod(rest, segments)
         h, start, stop = block * heads, starts[s], starts[s + 1]
-        streams = (forwards, backwards)  # made here: loops take no nested tuples from outside
-        tiles = cut_into_tiles(sequences[b], start, stop)
+        sequence = sequences[b]
+        tiles = cut_into_tiles(sequence, start, stop)
         out = zeros((heads, stop - start, entering.shape[5]), entering)
-        for d in range(first, last):
-            states = zeros((heads, *entering.shape[4:]), entering)
-            states[:] = entering[d, b, h : h + heads, s]
+        if goes_forwards:
             add_direction(
-                out, x, headdim, streams[d], sequences[b], tiles, b, h, start, 1 - 2 * d, shift,
-                states, final[d],
+                out, x, headdim, forwards, sequence, tiles, b, h, start, shift,
+                entering_states(entering[0, b], h, heads, s), final,
+            )  # fmt: skip
+        if goes_backwards:
+            add_direction(
+                out, x, headdim, backwards, sequence, tiles, b, h, start, shift,
+                entering_states(entering[1, b], h, heads, s), final_rev,
             )  # fmt: skip
         for i in range(heads):
-            write_rows(out[i], x, D, z, y, pre_gate, sequences[b], b, h + i, start, headdim)
+            write_rows(out[i], x, D, z, y, pre_gate, sequence, b, h + i, start, headdim)
 
 
 @njit(**FUNCTION)
 def add_direction(
-    out, x, headdim, stream, sequence, tiles, b, first_head, start, step, shift, states, final
+    out, x, headdim, stream, sequence, tiles, b, first_head, start, shift, states, final
 ):
     """Add one direction's output to ``out``, the rows of a segment; moves ``states`` along."""
+    step = stream.step
     g = first_head // (stream.dt.shape[1] // stream.B.shape[2])
     shared, tile = new_shared(states[0]), new_tile(states[0])
     M = zeros((TILE, TILE), out)
     rows = zeros((TILE, out.shape[2]), out)
     if shift > 0:
-        add_row_from_before(out, stream, sequence, b, g, start, step, states)
+        add_row_from_before(out, stream, sequence, b, g, start, states)
     for k in range(tiles.shape[0]):
         _, t, length = along(tiles, k, step)
         read_shared(shared, stream, b, g, t, length)
@@ -92,7 +83,7 @@ def add_direction(
             if begins(sequence, t, length, step):
                 restart(state, stream.initial, sequence[t], h)
             read_rows(tile.x, x, b, h, t, length, headdim)
-            read_decays(tile, stream, b, h, t, length, step)
+            read_decays(tile, stream, b, h, t, length)
             compute_W(tile, step)
             weigh(M, tile.W, shared.CB, tile.dt)
             set_product(rows, shared.C.T, state, ALL)
@@ -107,8 +98,9 @@ def add_direction(
 
 
 @njit(**FUNCTION)
-def add_row_from_before(out, stream, sequence, b, g, start, step, states):
+def add_row_from_before(out, stream, sequence, b, g, start, states):
     """With the shift, the first row is the output at the last token of the segment before."""
+    step = stream.step
     t = start if step > 0 else start + out.shape[1] - 1
     if sequence[t] >= 0 and continues(sequence, t, -step):
         for i in range(states.shape[0]):
@@ -131,7 +123,7 @@ def write_rows(out, x, D, z, y, pre_gate, sequence, b, h, start, headdim):
     """Add the skip, apply the gate, round once; zeros where no sequence covers a token."""
     for i in range(out.shape[0]):
         t = start + i
-        row = out[i, :headdim]
+        row = out[i]
         if D.memory.size > 0 and sequence[t] >= 0:
             at_x = b * x.batch + t * x.token + h * x.head
             at_D = b * D.batch + t * D.token + h * D.head
@@ -139,10 +131,10 @@ def write_rows(out, x, D, z, y, pre_gate, sequence, b, h, start, headdim):
                 skip = widen(D.memory, at_D + p * D.channel)
                 row[p] += skip * widen(x.memory, at_x + p * x.channel)
         if pre_gate.memory.size > 0:
-            write_row(pre_gate, b, h, t, row)
+            write_row(pre_gate, b, h, t, row, headdim)
         if z.memory.size > 0 and sequence[t] >= 0:
             at_z = b * z.batch + t * z.token + h * z.head
             for p in range(headdim):
                 gate = widen(z.memory, at_z + p * z.channel)
                 row[p] *= gate / (1 + np.exp(-gate))
-        write_row(y, b, h, t, row)
+        write_row(y, b, h, t, row, headdim)

@@ -16,7 +16,7 @@ from polyscan.problem import Direction, SSDInputs, SSDOutputs, SSDProblem
 from polyscan.reference import compute_dtype, discretise
 
 from ..._shared.gradients import GradientSums
-from .backward import compute_entering_adjoints, scan_backward
+from .backward import Targets, compute_entering_adjoints, scan_backward
 from .forward import scan_forward
 from .products import padded
 from .segments import compute_entering
@@ -24,7 +24,7 @@ from .tile import TILE, Rows, Stream
 
 # Of the heads that a task takes: what they share costs about as much as half a head has of its own;
 # more than these save little; and their states should not fill the memory.
-SHARED_WORK, MOST_HEADS, KEPT_BYTES = 0.5, 8, 2**26
+SHARED_WORK, MOST_HEADS, KEPT_BYTES = 0.5, 4, 2**26
 
 # One call at a time: not every threading layer of Numba lets several threads start its loops.
 _LOCK = Lock()
@@ -45,8 +45,8 @@ class Plan(NamedTuple):
     headdim: int
     forwards: Stream
     backwards: Stream
-    first: int
-    last: int
+    goes_forwards: bool
+    goes_backwards: bool
     sequences: Any
     starts: Any
     heads: int
@@ -82,10 +82,10 @@ def plan(problem: SSDProblem, inputs: SSDInputs, kept_states: int) -> Plan:
     return Plan(
         x=rows(inputs.x),
         headdim=problem.headdim,
-        forwards=stream.read(given.get(False, some)),
-        backwards=stream.read(given.get(True, some)),
-        first=0 if False in given else 1,
-        last=2 if True in given else 1,
+        forwards=stream.read(given.get(False, some), step=1),
+        backwards=stream.read(given.get(True, some), step=-1),
+        goes_forwards=False in given,
+        goes_backwards=True in given,
         sequences=sequence_numbers(problem, inputs).numpy(),
         starts=starts,
         heads=heads_together(problem, len(starts) - 1, kept_states),
@@ -119,7 +119,7 @@ class _Streams:
         self.argument = cache(self._argument)
         self.step_sizes = cache(self._step_sizes)
 
-    def read(self, direction: Direction) -> Stream:
+    def read(self, direction: Direction, step: int) -> Stream:
         problem = self.problem
         initial = direction.parameters(self.inputs).initial_states
         if initial is None:
@@ -133,6 +133,7 @@ class _Streams:
             B=array(self.argument(direction.B)),
             C=array(self.argument(direction.C)),
             initial=array(initial.to(self.dtype).contiguous()),
+            step=step,
         )
 
     def _argument(self, name: str) -> Tensor:
@@ -199,14 +200,16 @@ def no_states(problem: SSDProblem, p: Plan) -> Any:
 def forward(problem: SSDProblem, inputs: SSDInputs) -> SSDOutputs:
     p = plan(problem, inputs, kept_states=0)
     outputs = problem.allocate_outputs(inputs)
-    final = tuple(final_states(problem, inputs, outputs, reverse) for reverse in (False, True))
+    final = [final_states(problem, inputs, outputs, reverse) for reverse in (False, True)]
     pre_gate = no_rows(inputs.x) if outputs.pre_gate is None else rows(outputs.pre_gate)
     skip, gate = skip_rows(problem, inputs), gate_rows(problem, inputs)
     entering = no_states(problem, p)
     with parallel():
         if len(p.starts) > 2:
             compute_entering(entering, *p[:-1])
-        scan_forward(*p, int(problem.shift), entering, skip, gate, rows(outputs.y), pre_gate, final)
+        scan_forward(
+            *p, int(problem.shift), entering, skip, gate, rows(outputs.y), pre_gate, *final
+        )
     return outputs
 
 
@@ -247,27 +250,25 @@ def backward(
     sides = [
         _Side(problem, inputs, grads, sums, parts, reverse, segments) for reverse in (False, True)
     ]
-    dfinal = tuple(array(side.dfinal) for side in sides)
+    to = [side.targets() for side in sides]
 
     shift = int(problem.shift)
     entering, adjoints = no_states(problem, p), no_states(problem, p)
-    targets = (
-        *(rows(dx), no_rows(x) if dz is None else rows(dz)),
-        *(tuple(array(getattr(s, name)) for s in sides) for name in ("ddt", "dA", "dB", "dC")),
-        *(array(D_tokens), array(D_parts)),
-        tuple(array(side.dinitial) for side in sides),
-    )
+    to_rows = (rows(dx), no_rows(x) if dz is None else rows(dz))
     with parallel():
         if len(p.starts) > 2:
             compute_entering(entering, *p[:-1])
-            compute_entering_adjoints(adjoints, *p[:-1], shift, gate, before, dy, dfinal)
-        scan_backward(*p, shift, entering, adjoints, skip, gate, before, dy, dfinal, *targets)
+            compute_entering_adjoints(adjoints, *p[:-1], shift, gate, before, dy, *to)
+        scan_backward(
+            *p, shift, entering, adjoints, skip, gate, before, dy, *to, *to_rows,
+            array(D_tokens), array(D_parts),
+        )  # fmt: skip
     parts.finish()
     for side in sides:
         side.finish()
     if problem.D in ("head", "channel"):
-        parts = D_parts.sum((0, 1))
-        sums["D"].copy_(parts if problem.D == "channel" else parts.sum(-1))
+        dD = D_parts.sum((0, 1))
+        sums["D"].copy_(dD if problem.D == "channel" else dD.sum(-1))
     if inputs.z is None or dz is None:
         return sums.result(x=dx)
     return sums.result(x=dx, z=dz.to(inputs.z.dtype))
@@ -327,6 +328,9 @@ class _Side:
             self.dinitial = sums[self.direction.initial_states]
             if dfinal is not None:
                 self.dinitial.copy_(dfinal)  # of an empty sequence, it is the gradient
+
+    def targets(self) -> Targets:
+        return Targets(*(array(getattr(self, name)) for name in Targets._fields))
 
     def finish(self) -> None:
         """Add up dA, and take the gradient of dt back through clamp, softplus and bias."""

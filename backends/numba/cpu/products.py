@@ -55,7 +55,7 @@ def zeros(shape, like):
 
 @njit(**FUNCTION)
 def empty(shape, like):
-    """Of the dtype of ``like``, and aligned: no vector of a padded array lies across cache lines."""
+    """Of ``like``'s dtype, and aligned: no vector of a padded array lies across cache lines."""
     size = 1
     for extent in shape:
         size *= extent

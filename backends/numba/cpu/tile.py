@@ -13,11 +13,10 @@ The decays are products of decays, never exponentials of differences of sums, so
 are, nothing is lost. With the shift, ``out`` belongs one token further along the direction.
 
 The rows of a tile stand in the order of time for both directions, so that both cut a segment into
-the same tiles: W is lower triangular forwards, upper triangular in reverse. A direction's ``step``
-is 1 forwards, -1 in reverse.
+the same tiles: W is lower triangular forwards, upper triangular in reverse.
 
 Inner loops run over a shape, not over TILE: LLVM takes a loop of known length apart into single
-elements instead of vectors.
+elements instead of vectors. It also finds no vectors in part of a row, so whole rows are passed.
 
 B, C and C Bᵀ are the same for all heads of a group, so a task takes several heads through a tile.
 B and C are turned to (d_state, TILE), so that all later loops run along contiguous memory.
@@ -48,7 +47,8 @@ class Stream(NamedTuple):
     """What a direction reads besides x: contiguous, in the dtype of the computation.
 
     dt and decay (batch, nheads, seqlen), A (nheads,), B and C (batch, seqlen, ngroups, d_state),
-    initial (nsequences, nheads, headdim, d_state), or no rows where all start from zero.
+    initial (nsequences, nheads, headdim, d_state), or no rows where all start from zero; step is 1
+    forwards, -1 in reverse.
     """
 
     dt: Any
@@ -57,6 +57,7 @@ class Stream(NamedTuple):
     B: Any
     C: Any
     initial: Any
+    step: int
 
 
 class Shared(NamedTuple):
@@ -149,14 +150,14 @@ def continues(sequence, t, step):
 
 
 @njit(**FUNCTION)
-def read_row(out, rows, b, h, t):
+def read_row(out, rows, b, h, t, headdim):
     base = b * rows.batch + t * rows.token + h * rows.head
     if rows.channel == 1:
-        source = rows.memory[base : base + out.shape[0]]
-        for p in range(out.shape[0]):
+        source = rows.memory[base : base + headdim]
+        for p in range(source.shape[0]):
             out[p] = widen(source, p)
     else:
-        for p in range(out.shape[0]):
+        for p in range(headdim):
             out[p] = widen(rows.memory, base + p * rows.channel)
 
 
@@ -164,16 +165,16 @@ def read_row(out, rows, b, h, t):
 def read_rows(out, rows, b, h, t, length, headdim):
     """Rows of x (or of a tensor like it) into a buffer; zeros beyond."""
     for i in range(length):
-        read_row(out[i, :headdim], rows, b, h, t + i)
+        read_row(out[i], rows, b, h, t + i, headdim)
     out[length:] = 0
 
 
 @njit(**FUNCTION)
-def write_row(rows, b, h, t, row):
+def write_row(rows, b, h, t, row, headdim):
     """One row of a tensor whose channels are contiguous."""
     base = b * rows.batch + t * rows.token + h * rows.head
-    target = rows.memory[base : base + row.shape[0]]
-    for p in range(row.shape[0]):
+    target = rows.memory[base : base + headdim]
+    for p in range(target.shape[0]):
         narrow(target, p, row[p])
 
 
@@ -196,13 +197,14 @@ def read_shared(shared, stream, b, g, t, length):
 
 
 @njit(**FUNCTION)
-def read_decays(tile, stream, b, h, t, length, step):
+def read_decays(tile, stream, b, h, t, length):
     """dt, the decays, and their products from either end."""
     tile.dt[length:] = 0
     tile.decay[length:] = 1
     for i in range(length):
         tile.dt[i] = stream.dt[b, h, t + i]
         tile.decay[i] = stream.decay[b, h, t + i]
+    step = stream.step
     first, last = (0, TILE - 1) if step > 0 else (TILE - 1, 0)
     up_to = after = stream.dt.dtype.type(1)
     for k in range(TILE):
@@ -248,6 +250,15 @@ def advance(state, tile, columns, factor, rows):
     """
     scale_rows(tile.faded, rows, factor)
     add_product(state, tile.across, columns, tile.faded, ALL)
+
+
+@njit(**FUNCTION)
+def copy(out, state):
+    """Assigning an array does the same, but takes Numba seconds to compile."""
+    for n in range(out.shape[0]):
+        target, source = out[n], state[n]
+        for p in range(target.shape[0]):
+            target[p] = source[p]
 
 
 @njit(**FUNCTION)
