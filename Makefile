@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 # installed first where no driver is present
 TORCH  ?= torch==2.13.0
+TRITON ?= triton==3.6.0
 # e.g. make test PYTEST_ARGS='-x -k dispatch'
 PYTEST_ARGS ?=
 
@@ -27,6 +28,7 @@ demo: $(STAMP)
 	$(BIN)/python -m polyscan demo
 
 test: lint types
+	TRITON_INTERPRET=1 $(BIN)/pytest -q --backend triton tests/test_backends.py
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 lint: $(STAMP)
@@ -44,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt
 	else \
 	    echo "No NVIDIA driver: installing into $(VENV) with $(TORCH)"; \
 	    test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
-	    $(PIP) '$(TORCH)'; \
+	    $(PIP) '$(TORCH)' '$(TRITON)' -c constraints.txt; \
 	fi; \
 	$(PIP) -e '.[dev]' -c constraints.txt; \
 	touch $@

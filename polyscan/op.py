@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import dispatch
 from .backend import Backend
@@ -150,6 +151,8 @@ class Operation:
     def _forward_autograd(self, *arguments: Any) -> Sequence[Tensor]:
         """The derivative for who calls the op itself, such as an exported program."""
         inputs, options, (needs_grad, backend) = _split(arguments)
+        if forward_ad._current_level >= 0:
+            _refuse_transforms(inputs)
         if not _wants_gradient(inputs):
             with torch._C._AutoDispatchBelowAutograd():
                 outputs: list[Tensor] = self._forward_op(*arguments)

@@ -6,6 +6,7 @@ skipped, with its own reason.
 """
 
 import importlib
+import os
 
 import pytest
 import torch
@@ -54,6 +55,43 @@ def pytest_report_header(config):
         for info in polyscan.available_backends().values()
     )
     return [f"device: {_device()}", f"backends: {', '.join(backends)}"]
+
+
+# What Triton's interpreter, a thousand times slower than a GPU, runs of the shared suite: every
+# option at least once, forward and backward. The rest of it runs where there is a GPU.
+INTERPRETED = (
+    "torch.float32-seqlen-17-triton",
+    "torch.float32-seqlen-65-shift-triton",
+    "torch.float32-ngroups-2-shift-triton",
+    "torch.float32-d_state-3-triton",
+    "torch.float32-headdim-7-shift-triton",
+    "torch.float32-D-channel-triton",
+    "torch.float32-limit-shift-triton",
+    "torch.float32-only-B_rev-triton",
+    "torch.float32-only-dt_bias_rev-shift-triton",
+    "torch.float32-states-triton",
+    "torch.float32-states-shift-triton",
+    "torch.float32-ssd-reverse-shift-triton",
+    "torch.float32-packed-states-triton",
+    "torch.float32-packed-empty-shift-triton",
+    "torch.float32-packed-uncovered-triton",
+    "torch.float32-packed-short-shift-triton",
+    "torch.float32-packed-nothing-triton",
+    "torch.float32-seq_idx-triton",
+    "torch.float32-seq_idx-shift-triton",
+    "torch.bfloat16-z-triton",
+    "torch.float16-chunk_size-64-shift-triton",
+)
+
+
+def pytest_collection_modifyitems(config, items):
+    if os.environ.get("TRITON_INTERPRET", "0") != "1":
+        return
+    kept = [
+        item for item in items if any(f"test_case[{name}]" in item.name for name in INTERPRETED)
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
 
 
 @pytest.hookimpl(trylast=True)  # so that the backend varies fastest, and they share exact values

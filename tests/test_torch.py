@@ -27,6 +27,7 @@ from calling import (
     loss_of,
     tensors,
 )
+from polyscan.problem import SSDInputs, SSDOptions
 
 
 @pytest.fixture
@@ -316,6 +317,13 @@ class TestTransforms:
             dy = forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y))
             with pytest.raises(polyscan.TransformError, match="forward-mode"):
                 torch.autograd.grad(y, given["x"], dy)
+
+    def test_tangent_raises_where_the_op_itself_is_called(self, backend, device):
+        inputs = SSDInputs(**tensors(device=device))
+        with forward_ad.dual_level():
+            dual = inputs._replace(x=forward_ad.make_dual(inputs.x, torch.ones_like(inputs.x)))
+            with pytest.raises(polyscan.TransformError, match="forward-mode"):
+                torch.ops.polyscan.ssd_forward(*dual, *SSDOptions(), False, backend)
 
     def test_constants_under_a_transform_are_no_business_of_it(self, bidi_ssd, device):
         rest = tensors(device=device)
