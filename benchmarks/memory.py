@@ -15,12 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import plain
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import polyscan
+from polyscan.bench import plain
 
 MIB = 2**20
 # batch, seqlen, nheads, headdim, d_state; ngroups 1, float32, shift
@@ -31,19 +30,23 @@ IMPLEMENTATIONS = ("plain", "torch")
 def arguments(batch: int, seqlen: int, nheads: int, headdim: int, d_state: int) -> list[Tensor]:
     tensors = [
         torch.randn(batch, seqlen, nheads, headdim),
-        F.softplus(torch.randn(batch, seqlen, nheads) - 1),
+        torch.randn(batch, seqlen, nheads),
         -torch.rand(nheads) - 0.1,
         torch.randn(batch, seqlen, 1, d_state),
         torch.randn(batch, seqlen, 1, d_state),
+        torch.randn(nheads),
+        -torch.rand(nheads) - 1,
     ]
     return [tensor.requires_grad_() for tensor in tensors]
 
 
 def forward_backward(implementation: str, tensors: list[Tensor]) -> tuple[Tensor, ...]:
     if implementation == "plain":
-        y = plain.bidi_ssd(*tensors, shift=True)
+        y = plain.both_directions(plain.causal_pass, *tensors, shift=True)
     else:
-        y = polyscan.bidi_ssd(*tensors, shift=True, backend=implementation)
+        x, dt, A, B, C, D, dt_bias = tensors
+        options = {"D": D, "dt_bias": dt_bias, "dt_softplus": True, "shift": True}
+        y = polyscan.bidi_ssd(x, dt, A, B, C, **options, backend=implementation)
     return torch.autograd.grad(y, tensors, torch.ones(()).expand(y.shape))
 
 

@@ -19,7 +19,7 @@ from . import reference
 from .api import bidi_ssd
 from .dispatch import available_backends
 from .errors import BackendError
-from .hardware import tf32_allowed
+from .hardware import tf32_allowed, usable
 from .text import aligned
 
 Results = dict[str, Tensor]  # outputs by name, gradients as "grad_" + the argument's name
@@ -30,6 +30,8 @@ FLOAT32 = 1e-5
 FLOAT32_STEPS = 5e-5
 STEPS = tuple(f"grad_{name}{suffix}" for name in ("dt", "A", "dt_bias") for suffix in ("", "_rev"))
 TF32 = 2e-3
+# bfloat16 and float16
+SIXTEEN_BITS = 5e-3
 
 # No multiple of any tile or chunk, and more than two chunks of the usual 64 tokens.
 BATCH, SEQLEN, NHEADS, HEADDIM, NGROUPS, D_STATE = 2, 131, 6, 7, 3, 5
@@ -100,7 +102,7 @@ def check(
     for name in backends or ():
         if name not in installed:
             raise ValueError(f"backends must be of {', '.join(installed)}; got {name!r}")
-    devices = _default_devices() if device is None else [_usable(device)]
+    devices = _default_devices() if device is None else [usable(device)]
     probes = list(_probes())
     rows: list[CheckRow] = []
     for name in installed if backends is None else dict.fromkeys(backends):
@@ -261,13 +263,6 @@ def _default_devices() -> list[torch.device]:
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
     return devices
-
-
-def _usable(device: torch.device | str) -> torch.device:
-    try:
-        return torch.empty(0, device=device).device
-    except (AssertionError, RuntimeError) as error:  # the former from a torch without CUDA
-        raise ValueError(f"device {str(device)!r} cannot be used: {error}") from error
 
 
 def _cells(row: CheckRow) -> tuple[str, ...]:

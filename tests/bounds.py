@@ -16,12 +16,11 @@ from torch import Tensor
 
 from cases import Call, Results
 from oracle import expected, straightforward
-from polyscan.checking import FLOAT32, FLOAT32_STEPS, STEPS, TF32
+from polyscan.checking import FLOAT32, FLOAT32_STEPS, SIXTEEN_BITS, STEPS, TF32
 from polyscan.problem import SSDProblem
 from running import describe
 
 FLOAT64 = 1e-12
-SIXTEEN_BITS = 5e-3
 
 
 def assert_within_bound(

@@ -6,15 +6,17 @@ needs beyond torch is not needed for the others.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from polyscan.dispatch import AUTO, resolve_request
 from polyscan.errors import BackendError
 
 # module -> the name it is installed by
 DEMO_PACKAGES = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
+BENCH_PACKAGES = {"matplotlib": "matplotlib", "numpy": "numpy", "rich": "rich"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +85,55 @@ def _parser() -> argparse.ArgumentParser:
         "--backend", metavar="NAME", help="run on this backend (default: as for any call)"
     )
     demo.set_defaults(run=_demo)
+    _add_bench(commands)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    from polyscan.bench.precision import PRECISIONS
+    from polyscan.bench.presets import PASSES, VARIANTS
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure backends and peers side by side",
+        description="Measure every backend that can run here, and the peers that are installed, on "
+        "the same inputs. Each result is checked before it is timed. The exit code is 1 if one of "
+        "polyscan's own was wrong or broke.",
+    )
+    choice = bench.add_argument_group("what to measure")
+    choice.add_argument(
+        "--presets", metavar="NAME", nargs="+", help="or patterns (default: all for the device)"
+    )
+    choice.add_argument(
+        "--backends",
+        metavar="NAME",
+        nargs="+",
+        help="backends and peers, or patterns (default: all that do not compile for minutes)",
+    )
+    choice.add_argument("--variants", nargs="+", choices=VARIANTS, help="(default: both)")
+    choice.add_argument("--passes", nargs="+", choices=PASSES, help="(default: all)")
+    choice.add_argument(
+        "--dtypes", nargs="+", choices=PRECISIONS, help="(default: the usual ones of each preset)"
+    )
+    choice.add_argument("--device", metavar="DEVICE", help="(default: CUDA where there is one)")
+    choice.add_argument(
+        "--thorough",
+        action="store_true",
+        help="give peers three chunk sizes, and three runs of their autotuners for each",
+    )
+    results = bench.add_argument_group("what to do with it")
+    results.add_argument("--json", metavar="FILE", type=Path, help="save what was measured")
+    results.add_argument(
+        "--commit", metavar="TEXT", help="record this, where polyscan does not run from a checkout"
+    )
+    results.add_argument("--plot", metavar="DIR", type=Path, help="draw it, as PNG and SVG")
+    instead = bench.add_argument_group("instead of measuring").add_mutually_exclusive_group()
+    instead.add_argument("--list", action="store_true", help="show presets, sizes and floors")
+    instead.add_argument("--load", metavar="FILE", type=Path, help="show a saved file, --plot it")
+    instead.add_argument(
+        "--compare", metavar=("OLD", "NEW"), nargs=2, type=Path, help="compare two saved files"
+    )
+    bench.set_defaults(run=_bench)
 
 
 def _positive(text: str) -> int:
@@ -116,9 +166,9 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    missing = [name for module, name in DEMO_PACKAGES.items() if find_spec(module) is None]
+    missing = _missing(DEMO_PACKAGES)
     if missing:
-        return _fail(f"the demo needs {', '.join(missing)}: pip install polyscan[demo]")
+        return _fail(f"the demo needs {missing}: pip install polyscan[demo]")
     try:
         resolve_request(AUTO if options.backend is None else options.backend)
     except ValueError as error:  # there is no such backend
@@ -136,6 +186,23 @@ def _demo(options: argparse.Namespace) -> int:
             f"{REQUIRED_ACCURACY:.0%}"
         )
     return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    missing = _missing(BENCH_PACKAGES)
+    if missing:
+        return _fail(f"the benchmarks need {missing}: pip install polyscan[bench]")
+    from .bench import bench
+
+    try:
+        return bench(options)
+    except (ValueError, OSError) as error:  # there is no such preset, backend, device or file
+        return _fail(str(error))
+
+
+def _missing(packages: Mapping[str, str]) -> str:
+    """Those of the packages that are not installed, as text."""
+    return ", ".join(name for module, name in packages.items() if find_spec(module) is None)
 
 
 def _fail(message: str) -> int:
