@@ -11,7 +11,7 @@ import data_parallel
 import polyscan
 from calling import Layer, layer_inputs
 
-# Two processes that wait for one another must end at some time. Numba may have to compile.
+# Processes that wait for one another must end at some time. Numba may have to compile.
 TIME_LIMIT_S = 240
 
 
